@@ -1,0 +1,84 @@
+"""What one step's batch looks like to the kernels: worked out once, shared by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Where every query token of a step sits, and how the tokens are cut into tiles.
+
+    A tile is a run of consecutive query tokens of ONE request, at most `tile_tokens` of them.
+    Positions count from the start of the request; a token at position p may attend to 0..p.
+    """
+
+    tokens: int
+    block_tokens: int
+    block_table: torch.Tensor  # [requests, max_blocks] int32
+    token_request: torch.Tensor  # [tokens] int64
+    token_position: torch.Tensor  # [tokens] int64
+    tile_request: torch.Tensor  # [tiles] int64
+    tile_start: torch.Tensor  # [tiles] int64, first query token
+    tile_tokens: torch.Tensor  # [tiles] int64, how many
+    tile_kv_tokens: torch.Tensor  # [tiles] int64, context of the tile's last token
+
+    @property
+    def tiles(self) -> int:
+        return int(self.tile_request.shape[0])
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The longest context any token of the step attends to; 0 for an empty step."""
+        return int(self.tile_kv_tokens.max()) if self.tiles else 0
+
+
+def plan_batch(
+    query_start_loc_cpu: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    block_table: torch.Tensor,
+    block_tokens: int,
+    *,
+    tile_tokens: int = 16,
+) -> BatchPlan:
+    """Lay out one step.
+
+    query_start_loc_cpu [R+1] and seq_lens_cpu [R] are vLLM's (seq_lens includes the new tokens);
+    block_table is [>=R, max_blocks]. A request may have no query tokens.
+    """
+    starts = np.asarray(query_start_loc_cpu, dtype=np.int64)
+    requests = starts.shape[0] - 1
+    lengths = np.asarray(seq_lens_cpu, dtype=np.int64)[:requests]
+    counts = np.diff(starts)
+    assert min(block_tokens, tile_tokens) > 0
+    assert starts[0] == 0
+    assert (counts >= 0).all(), "query_start_loc must not decrease"
+    assert (lengths >= counts).all(), "a sequence is at least as long as its new tokens"
+    assert lengths.max(initial=0) <= block_table.shape[1] * block_tokens, "block table too narrow"
+
+    token_request = np.repeat(np.arange(requests), counts)
+    tokens = int(starts[-1])
+    token_position = np.arange(tokens) - np.repeat(starts[1:] - lengths, counts)
+
+    request_tiles = -(-counts // tile_tokens)
+    tile_request = np.repeat(np.arange(requests), request_tiles)
+    first_tile = np.cumsum(request_tiles) - request_tiles
+    tile_in_request = np.arange(tile_request.shape[0]) - first_tile[tile_request]
+    tile_start = starts[tile_request] + tile_in_request * tile_tokens
+    tile_end = np.minimum(tile_start + tile_tokens, starts[tile_request + 1])
+    tile_kv = tile_end - starts[tile_request + 1] + lengths[tile_request]
+
+    return BatchPlan(
+        tokens=tokens,
+        block_tokens=block_tokens,
+        block_table=block_table[:requests],
+        token_request=torch.from_numpy(token_request),
+        token_position=torch.from_numpy(token_position),
+        tile_request=torch.from_numpy(tile_request),
+        tile_start=torch.from_numpy(tile_start),
+        tile_tokens=torch.from_numpy(tile_end - tile_start),
+        tile_kv_tokens=torch.from_numpy(tile_kv),
+    )
