@@ -1,0 +1,255 @@
+"""Every knob: frozen, checked once where it enters, documented where it is defined.
+
+The names are the seeds' own, so that a launch command written for their system starts here unchanged.
+`docs/configuration.md` is rendered from this module by `python -m kvstrata.config_docs`.
+"""
+
+# ruff: noqa: N815 - the knobs keep the seeds' spelling, `_GB` included.
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+from kvstrata.config_values import Flag, Optional, Path, Positions, Positive, ValueKind, Whole, Word
+from kvstrata.core.buffers import default_prefetch_layers
+from kvstrata.errors import ConfigurationError, ConfigurationTypeError, UnsupportedError
+
+GB = 1 << 30
+"""Bytes of one GB in every `_GB` knob: 2^30, as in vLLM's own memory settings."""
+
+T = TypeVar("T", bound="Knobs")
+
+
+def knob(kind: ValueKind, default: object, doc: str) -> Any:
+    """Define one knob: what it may hold, its default and its one line of documentation."""
+    return field(default=default, metadata={"kind": kind, "doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """A group of knobs that checks itself however it is made."""
+
+    _section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            kind = item.metadata.get("kind")
+            if kind is not None:
+                name = self._section + item.name
+                object.__setattr__(self, item.name, kind.check(name, getattr(self, item.name)))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check knobs against each other, each of them being legal by itself."""
+
+    @classmethod
+    def knob_names(cls) -> tuple[str, ...]:
+        """Names of the knobs in the order of definition."""
+        return tuple(item.name for item in dataclasses.fields(cls) if "kind" in item.metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseConfig(Knobs):
+    """Layerwise prefill offload: many layers share a few layer buffers."""
+
+    use_layerwise: bool = knob(Flag(), False, "Keep KV in host memory and move it layer by layer.")
+    layerwise_num_shared_buffers: int | None = knob(
+        Optional(Whole(1)), None, "Buffers that the layers not independent share; null: no sharing."
+    )
+    layerwise_independent_layers: tuple[int, ...] | Literal["all"] = knob(
+        Positions(), (0,), 'Positions of layers with a buffer of their own, -1 the last; "all": no sharing.'
+    )
+    layerwise_prefetch_layers: int | None = knob(
+        Optional(Whole(0)), None, "How many layers ahead to load; null: min(layerwise_num_shared_buffers, 8)."
+    )
+    host_memory_GB: float | None = knob(
+        Optional(Positive()), None, "Host memory of running requests per rank; null: what the blocks need."
+    )
+
+    @property
+    def prefetch_layers(self) -> int:
+        """How many layers ahead to load, the default applied."""
+        if self.layerwise_prefetch_layers is None:
+            return default_prefetch_layers(self.layerwise_num_shared_buffers)
+        return self.layerwise_prefetch_layers
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Limit of the host home in bytes, None for none."""
+        return None if self.host_memory_GB is None else int(self.host_memory_GB * GB)
+
+    def _check_together(self) -> None:
+        if self.use_layerwise:
+            return
+        for name in ("layerwise_num_shared_buffers", "layerwise_prefetch_layers"):
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigurationError(
+                    f"{name}={value} has no effect with use_layerwise=false; "
+                    f"set use_layerwise to true, or remove {name}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig(Knobs):
+    """KV kept across requests and engines."""
+
+    backend: Literal["none", "local", "mooncake", "memcache"] = knob(
+        Word(("none", "local", "mooncake", "memcache")), "local", 'Which store; "none": keep nothing.'
+    )
+    store_path: str | None = knob(
+        Optional(Path()), None, "Directory of the local store; null: one in shared memory for this user."
+    )
+    store_size_GB: float = knob(Positive(), 1.0, "Most that the local store may take in shared memory.")
+    store_spill_path: str | None = knob(
+        Optional(Path()), None, "Directory on disk for what no longer fits; null: it is dropped."
+    )
+    store_spill_size_GB: float = knob(Positive(), 8.0, "Most that store_spill_path may take.")
+    store_lease_s: float = knob(Positive(), 30.0, "Seconds a reader's hold on a stored block lasts.")
+
+    @property
+    def store_size_bytes(self) -> int:
+        """Size of the local store in bytes."""
+        return int(self.store_size_GB * GB)
+
+    @property
+    def store_spill_size_bytes(self) -> int:
+        """Size of the spill in bytes; 0 without a spill path."""
+        return int(self.store_spill_size_GB * GB) if self.store_spill_path else 0
+
+    def _check_together(self) -> None:
+        if self.backend in ("mooncake", "memcache"):
+            raise UnsupportedError(f"backend={self.backend!r} is not available in this version; use 'local'")
+        default = type(self).store_spill_size_GB
+        if self.store_spill_path is None and self.store_spill_size_GB != default:
+            raise ConfigurationError(
+                f"store_spill_size_GB={self.store_spill_size_GB:g} has no effect without store_spill_path; "
+                "set store_spill_path, or remove store_spill_size_GB"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(Knobs):
+    """Transfers between engines; checked, and not used in this version."""
+
+    transfer_backend: Literal["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"] = knob(
+        Word(("auto", "shm", "tcp", "nixl", "mooncake", "memfabric")), "auto", "How engines move bytes."
+    )
+    memfabric_transfer_protocol: Literal["sdma", "device_rdma", "device_urma"] = knob(
+        Word(("sdma", "device_rdma", "device_urma")), "sdma", "Protocol of MemFabric, equal on both sides."
+    )
+    kv_port: int | None = knob(
+        Optional(Whole(1, 65535)),
+        None,
+        "First control port; rank r of a data-parallel group adds its number.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig(Knobs):
+    """All of `kv_connector_extra_config`."""
+
+    layerwise: LayerwiseConfig = field(default_factory=LayerwiseConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    deadline_s: float = knob(Positive(), 60.0, "Longest that any wait inside kvstrata may take.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOffloadConfig(Knobs):
+    """Sparse decode offload; checked, and refused in this version when enabled."""
+
+    _section: ClassVar[str] = "sparse_kv_offload_config."
+
+    enabled: bool = knob(Flag(), False, "Keep main KV in host memory during decode; refused in this version.")
+    topk_buffer_size: int | None = knob(
+        Optional(Whole(1)), None, "Hot rows per request and layer, at least the model's top-k."
+    )
+    dram_size_per_dp_GB: float | None = knob(
+        Optional(Positive()), None, "Host memory for main KV of one data-parallel rank."
+    )
+    keep_device_kv_cache: bool = knob(Flag(), False, "Keep the full device cache too, to compare.")
+
+    def _check_together(self) -> None:
+        if self.enabled:
+            raise UnsupportedError(
+                "sparse_kv_offload_config.enabled=true: sparse decode offload is not in this version; "
+                "set it to false"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdditionalConfig(Knobs):
+    """kvstrata's part of vLLM's `additional_config`."""
+
+    sparse_offload: SparseOffloadConfig = field(default_factory=SparseOffloadConfig)
+    enable_kvpp: bool = knob(Flag(), False, "Distribute layers over ranks; refused in this version.")
+    indexer_cache_dtype: Literal["auto", "int8"] = knob(
+        Word(("auto", "int8")), "auto", 'Indexer cache in the model\'s dtype, or "int8" with a scale per row.'
+    )
+
+    def _check_together(self) -> None:
+        if self.enable_kvpp:
+            raise UnsupportedError("enable_kvpp=true: KVPP is not in this version; set it to false")
+
+
+def parse_connector_config(extra_config: Mapping[str, object]) -> ConnectorConfig:
+    """Check `kv_connector_extra_config` as vLLM hands it over.
+
+    Raises ConfigurationTypeError, ConfigurationError (also for an unknown key, with the closest known one)
+    or UnsupportedError; each names the knob, its value and what to set.
+    """
+    _require_mapping("kv_connector_extra_config", extra_config)
+    groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
+    known = [name for group in groups for name in group.knob_names()]
+    _refuse_unknown("kv_connector_extra_config", extra_config, known)
+    return ConnectorConfig(
+        layerwise=_pick(LayerwiseConfig, extra_config),
+        store=_pick(StoreConfig, extra_config),
+        transfer=_pick(TransferConfig, extra_config),
+        **{name: extra_config[name] for name in ConnectorConfig.knob_names() if name in extra_config},  # type: ignore[arg-type]
+    )
+
+
+def parse_additional_config(additional: Mapping[str, object] | None) -> AdditionalConfig:
+    """Check kvstrata's keys of `additional_config`; other top-level keys belong to others and are ignored.
+
+    Raises as `parse_connector_config` does.
+    """
+    if additional is None:
+        return AdditionalConfig()
+    _require_mapping("additional_config", additional)
+    sparse = _section(additional, "sparse_kv_offload_config", SparseOffloadConfig.knob_names())
+    own = _section(additional, "kvstrata", ("indexer_cache_dtype",))
+    given = dict(own)
+    if "enable_kvpp" in additional:
+        given["enable_kvpp"] = additional["enable_kvpp"]
+    return AdditionalConfig(sparse_offload=_pick(SparseOffloadConfig, sparse), **given)  # type: ignore[arg-type]
+
+
+def _pick(group: type[T], given: Mapping[str, object]) -> T:
+    return group(**{name: given[name] for name in group.knob_names() if name in given})
+
+
+def _section(additional: Mapping[str, object], name: str, known: Collection[str]) -> Mapping[str, object]:
+    section = additional.get(name, {})
+    mapping = _require_mapping(name, section)
+    _refuse_unknown(name, mapping, known)
+    return mapping
+
+
+def _require_mapping(name: str, value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigurationTypeError(f"{name}={value!r} is of type {type(value).__name__}; set a JSON object")
+    return value
+
+
+def _refuse_unknown(where: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    for name in given:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
+        raise ConfigurationError(f"{where} holds the unknown key {name!r}; {hint}")

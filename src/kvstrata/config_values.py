@@ -1,0 +1,156 @@
+"""What a knob may hold: strict checks, and the words for them in errors and documentation.
+
+A check returns the value to keep. It converts nothing that could hide a mistake: a bool is never a number,
+`"false"` is never a bool, 2.0 is never an integer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstrata.errors import ConfigurationError, ConfigurationTypeError
+
+
+class ValueKind(Protocol):
+    """A set of legal values."""
+
+    @property
+    def text(self) -> str:
+        """The legal values in words, to follow "must be" and to stand in a table."""
+        ...
+
+    def check(self, knob: str, value: object) -> object:
+        """Return the value to keep; raise ConfigurationTypeError or ConfigurationError naming `knob`."""
+        ...
+
+
+def wrong_type(knob: str, value: object, kind: ValueKind) -> ConfigurationTypeError:
+    """Name knob, value, its type and what to set instead."""
+    return ConfigurationTypeError(f"{knob}={value!r} is of type {type(value).__name__}; set {kind.text}")
+
+
+def wrong_value(knob: str, value: object, kind: ValueKind) -> ConfigurationError:
+    """Name knob, value and what to set instead."""
+    return ConfigurationError(f"{knob}={value!r} is out of range; set {kind.text}")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    text: str = "true or false, without quotes"
+
+    def check(self, knob: str, value: object) -> bool:
+        """See ValueKind."""
+        if not isinstance(value, bool):
+            raise wrong_type(knob, value, self)
+        return value
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An integer in a range, both ends included."""
+
+    minimum: int
+    maximum: int | None = None
+
+    @property
+    def text(self) -> str:
+        """See ValueKind."""
+        if self.maximum is None:
+            return f"an integer of at least {self.minimum}"
+        return f"an integer from {self.minimum} to {self.maximum}"
+
+    def check(self, knob: str, value: object) -> int:
+        """See ValueKind."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(knob, value, self)
+        if value < self.minimum or (self.maximum is not None and value > self.maximum):
+            raise wrong_value(knob, value, self)
+        return value
+
+
+@dataclass(frozen=True)
+class Positive:
+    """A finite number above zero."""
+
+    text: str = "a number above 0"
+
+    def check(self, knob: str, value: object) -> float:
+        """See ValueKind."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(knob, value, self)
+        if not (math.isfinite(value) and value > 0):
+            raise wrong_value(knob, value, self)
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Word:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """See ValueKind."""
+        quoted = [f'"{word}"' for word in self.words]
+        return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+    def check(self, knob: str, value: object) -> str:
+        """See ValueKind."""
+        if not isinstance(value, str):
+            raise wrong_type(knob, value, self)
+        if value not in self.words:
+            raise wrong_value(knob, value, self)
+        return value
+
+
+@dataclass(frozen=True)
+class Path:
+    """A directory as text."""
+
+    text: str = "the path of a directory"
+
+    def check(self, knob: str, value: object) -> str:
+        """See ValueKind."""
+        if not isinstance(value, str):
+            raise wrong_type(knob, value, self)
+        if not value or "\0" in value:
+            raise wrong_value(knob, value, self)
+        return value
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A list of integers, kept as a tuple, or "all". Their range is known only to the planner."""
+
+    text: str = 'a list of layer positions such as [0, -1], or "all"'
+
+    def check(self, knob: str, value: object) -> object:
+        """See ValueKind."""
+        if value == "all":
+            return value
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise wrong_type(knob, value, self)
+        for entry in value:
+            if isinstance(entry, bool) or not isinstance(entry, int):
+                raise wrong_type(knob, value, self)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Optional:
+    """The same as `kind`, or null."""
+
+    kind: ValueKind
+
+    @property
+    def text(self) -> str:
+        """See ValueKind."""
+        return f"{self.kind.text}, or null"
+
+    def check(self, knob: str, value: object) -> object:
+        """See ValueKind."""
+        return None if value is None else self.kind.check(knob, value)
