@@ -1,33 +1,23 @@
-"""Absorbed MLA over a paged cache: one latent row per token is key and, in its first columns, value."""
+"""Absorbed MLA over a paged cache: one latent row per token is key and, in its first columns, value.
+
+Scores, softmax and sums are float32 whatever the cache holds. A token's result is bit-equal however its
+prompt was chunked and whatever else is in the batch (see `compiled`); a selection that names every
+position in ascending order gives the bits of dense attention.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvstrata.kernels.batch import BatchPlan
-from kvstrata.kernels.rows import gather_rows
+from kvstrata.kernels.compiled import attend_tiles
+from kvstrata.kernels.parallel import run_shares
+from kvstrata.kernels.rows import flat_rows
 
-_CHUNK_BYTES = 64 << 20
-
-
-def _attend(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    plan: BatchPlan,
-    positions: torch.Tensor,  # [t, K], -1 = absent
-    first: int,
-    scale: float,
-    kv_lora_rank: int,
-) -> torch.Tensor:
-    tokens = slice(first, first + positions.shape[0])
-    present = positions >= 0
-    safe = positions.clamp(min=0).to(torch.int64)
-    blocks = plan.block_table[plan.token_request[tokens, None], safe // plan.block_tokens].to(torch.int64)
-    rows = gather_rows(cache, blocks * plan.block_tokens + safe % plan.block_tokens).float()
-    scores = torch.einsum("thd,tkd->thk", q[tokens].float(), rows) * scale
-    scores = scores.masked_fill(~present[:, None, :], float("-inf"))
-    weights = torch.nan_to_num(torch.softmax(scores, dim=-1), nan=0.0)
-    return torch.bmm(weights, rows[..., :kv_lora_rank])
+# Float32 copies of queries and results are made for this many bytes of tokens at a time.
+_STAGING_BYTES = 64 << 20
+_NO_SELECTION = torch.empty((0, 0), dtype=torch.int32)
 
 
 def dense_mla(
@@ -39,21 +29,13 @@ def dense_mla(
     kv_lora_rank: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every query token over its whole context."""
-    if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank)
-    out[plan.tokens :] = 0
-    first = 0
-    while first < plan.tokens:
-        n = plan.max_kv_tokens
-        step = max(1, _CHUNK_BYTES // (4 * q.shape[2] * n))
-        position = plan.token_position[first : first + step]
-        span = torch.arange(n)
-        positions = torch.where(span[None] <= position[:, None], span[None], -1)
-        got = _attend(q, cache, plan, positions, first, scale, kv_lora_rank)
-        out[first : first + positions.shape[0]] = got.to(out.dtype)
-        first += step
-    return out
+    """Causal attention of every query token over its whole context: [len(q), H, kv_lora_rank].
+
+    q [>=T, H, row] holds the plan's T tokens first; rows beyond them (padding) give zeros. cache
+    [B, N, row] already holds the new tokens' rows; the value is a row's first kv_lora_rank columns.
+    Only rows of the tokens' own contexts are read.
+    """
+    return _attend(q, cache, plan, None, scale, kv_lora_rank, out)
 
 
 def sparse_mla(
@@ -66,13 +48,53 @@ def sparse_mla(
     kv_lora_rank: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every query token over the positions selected for it."""
+    """Attention of every query token over the positions selected for it: [len(q), H, kv_lora_rank].
+
+    As `dense_mla`; topk_indices [>=T, K] int32 are positions in the token's own request, none above the
+    token's own. -1 may stand anywhere and contributes nothing; a token that selects nothing gives zeros.
+    Positions are summed in the order given.
+    """
+    return _attend(q, cache, plan, topk_indices, scale, kv_lora_rank, out)
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    plan: BatchPlan,
+    selected: torch.Tensor | None,
+    scale: float,
+    rank: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    heads, width = q.shape[1], q.shape[2]
+    assert cache.shape[1] == plan.block_tokens
+    assert cache.shape[2] == width
+    assert rank <= width
+    assert plan.tokens <= q.shape[0]
     if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], kv_lora_rank)
+        out = q.new_empty(q.shape[0], heads, rank)
     out[plan.tokens :] = 0
-    step = max(1, _CHUNK_BYTES // (4 * q.shape[2] * topk_indices.shape[1]))
-    for first in range(0, plan.tokens, step):
-        positions = topk_indices[first : min(first + step, plan.tokens)]
-        got = _attend(q, cache, plan, positions, first, scale, kv_lora_rank)
-        out[first : first + positions.shape[0]] = got.to(out.dtype)
+    dense = selected is None
+    chosen = (_NO_SELECTION if selected is None else selected[: plan.tokens]).to(torch.int32).contiguous()
+    rows = flat_rows(cache)
+    for tiles, tokens in plan.tile_groups(4 * heads * (width + rank), _STAGING_BYTES):
+        queries = q[tokens].float().contiguous()
+        target = out[tokens]
+        direct = target.dtype == torch.float32 and target.is_contiguous()
+        result = target if direct else torch.empty(target.shape, dtype=torch.float32)
+        arguments = (
+            *plan.tile_arguments(tiles),
+            tokens.start,
+            *plan.page_arguments(),
+            *rows.arguments(),
+            queries.numpy(),
+            np.float32(scale),
+            rank,
+            dense,
+            chosen.numpy(),
+            result.numpy(),
+        )
+        run_shares(lambda i, n, a=arguments: attend_tiles(i, n, *a), tiles.stop - tiles.start)
+        if not direct:
+            target.copy_(result)
     return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ class BatchPlan:
     """
 
     tokens: int
+    max_tile_tokens: int
     block_tokens: int
     block_table: torch.Tensor  # [requests, max_blocks] int32
     token_request: torch.Tensor  # [tokens] int64
@@ -34,6 +37,30 @@ class BatchPlan:
     def max_kv_tokens(self) -> int:
         """The longest context any token of the step attends to; 0 for an empty step."""
         return int(self.tile_kv_tokens.max()) if self.tiles else 0
+
+    def tile_groups(self, token_bytes: int, budget_bytes: int) -> Iterator[tuple[slice, slice]]:
+        """(tiles, their tokens), in order, each group within budget_bytes at token_bytes a token.
+
+        A group holds one tile at least, whatever the budget.
+        """
+        each = max(1, budget_bytes // (max(token_bytes, 1) * self.max_tile_tokens))
+        for first in range(0, self.tiles, each):
+            end = min(first + each, self.tiles)
+            last_token = int(self.tile_start[end - 1] + self.tile_tokens[end - 1])
+            yield slice(first, end), slice(int(self.tile_start[first]), last_token)
+
+    def tile_arguments(self, tiles: slice) -> tuple[Any, ...]:
+        """(request, first token, tokens) of the tiles, and all tokens' positions, for the compiled loops."""
+        return (
+            self.tile_request[tiles].numpy(),
+            self.tile_start[tiles].numpy(),
+            self.tile_tokens[tiles].numpy(),
+            self.token_position.numpy(),
+        )
+
+    def page_arguments(self) -> tuple[Any, ...]:
+        """(block table, tokens a block) for the compiled loops."""
+        return self.block_table.numpy(), self.block_tokens
 
 
 def plan_batch(
@@ -73,8 +100,9 @@ def plan_batch(
 
     return BatchPlan(
         tokens=tokens,
+        max_tile_tokens=tile_tokens,
         block_tokens=block_tokens,
-        block_table=block_table[:requests],
+        block_table=block_table[:requests].to(torch.int32).contiguous(),
         token_request=torch.from_numpy(token_request),
         token_position=torch.from_numpy(token_position),
         tile_request=torch.from_numpy(tile_request),

@@ -1,14 +1,23 @@
-"""Lightning indexer (DeepSeek-V3.2 sparse attention): which positions a token attends to."""
+"""Lightning indexer (DeepSeek-V3.2 sparse attention): which positions a token attends to.
+
+score[t, j] = sum over h of weights[t, h] * relu(q[t, h] . k[j]), for j up to the token's own position.
+Many scores tie at zero, so the rule for equals is part of the contract: the lower position wins.
+Positions come out in ascending order, so that attention sums them in an order that does not depend on
+the scores. A score is the same bits however the prompt was chunked (see `compiled`), hence so is the
+selection.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from kvstrata.kernels.batch import BatchPlan
-from kvstrata.kernels.quantise import dequantise_rows
-from kvstrata.kernels.rows import gather_rows
+from kvstrata.kernels.compiled import LI_C8, index_tiles
+from kvstrata.kernels.parallel import run_shares
+from kvstrata.kernels.quantise import SCALE_BYTES
+from kvstrata.kernels.rows import flat_rows
 
-_CHUNK_BYTES = 64 << 20
+_STAGING_BYTES = 64 << 20
 
 
 def index_topk(
@@ -21,21 +30,34 @@ def index_topk(
     *,
     quantised: bool,
 ) -> None:
-    """Write the request-local positions each token attends to: ascending, then -1."""
-    n = plan.max_kv_tokens
-    span = torch.arange(n)
-    step = max(1, _CHUNK_BYTES // (4 * (q.shape[1] + q.shape[2]) * max(n, 1)))
-    for first in range(0, plan.tokens, step):
-        tokens = slice(first, min(first + step, plan.tokens))
-        position = plan.token_position[tokens]
-        safe = torch.minimum(span[None], position[:, None])
-        blocks = plan.block_table[plan.token_request[tokens, None], safe // plan.block_tokens].to(torch.int64)
-        rows = gather_rows(cache, blocks * plan.block_tokens + safe % plan.block_tokens)
-        keys = dequantise_rows(rows) if quantised else rows.float()
-        scores = torch.einsum("thd,tkd->thk", q[tokens].float(), keys).relu_()
-        scores = torch.einsum("thk,th->tk", scores, weights[tokens].float())
-        scores = scores.masked_fill(span[None] > position[:, None], float("-inf"))
-        picked = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :topk]
-        picked = torch.where(picked <= position[:, None], picked, n).sort(dim=1).values
-        out[tokens, :topk] = -1
-        out[tokens, : picked.shape[1]] = torch.where(picked < n, picked, -1).to(out.dtype)
+    """Write each token's min(topk, position + 1) best positions into out: ascending, then -1.
+
+    q [>=T, Hi, D], weights [>=T, Hi]; cache [B, N, D] in a float dtype, or with quantised [B, N, D + 4]
+    uint8 as `write_quantised_rows` leaves it, already holding the new tokens' rows. out [>=T, >=topk]
+    int32; rows beyond the plan's T tokens are left alone. A token with no more than topk positions takes
+    them all and is not scored. Scratch is one tile's scores per thread: tile tokens x context x 4 bytes.
+    """
+    width = q.shape[2]
+    assert cache.shape[1] == plan.block_tokens
+    assert cache.shape[2] == width + (SCALE_BYTES if quantised else 0)
+    assert 0 < topk <= out.shape[1]
+    assert plan.tokens <= min(q.shape[0], out.shape[0])
+    rows = flat_rows(cache)
+    assert (rows.kind == LI_C8) == quantised
+    target = out[: plan.tokens]
+    direct = target.dtype == torch.int32 and target.is_contiguous()
+    positions = target if direct else torch.empty(target.shape, dtype=torch.int32)
+    for tiles, tokens in plan.tile_groups(4 * q.shape[1] * (width + 1), _STAGING_BYTES):
+        arguments = (
+            *plan.tile_arguments(tiles),
+            tokens.start,
+            *plan.page_arguments(),
+            *rows.arguments(),
+            q[tokens].float().contiguous().numpy(),
+            weights[tokens].float().contiguous().numpy(),
+            topk,
+            positions.numpy(),
+        )
+        run_shares(lambda i, n, a=arguments: index_tiles(i, n, *a), tiles.stop - tiles.start)
+    if not direct:
+        target.copy_(positions)

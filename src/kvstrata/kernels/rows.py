@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
+
+from kvstrata.kernels.compiled import BFLOAT16, FLOAT16, FLOAT32, LI_C8
+
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: LI_C8}
 
 
 def write_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -29,3 +37,37 @@ def gather_rows(cache: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
     block_tokens = cache.shape[1]
     block = torch.div(ids, block_tokens, rounding_mode="floor")
     return cache[block, ids - block * block_tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatRows:
+    """A paged cache as the compiled loops address it: one flat array and strides in elements.
+
+    Whatever the layout of the pages, the same machine code reads them, so the same bits come out.
+    """
+
+    kind: int
+    f32: np.ndarray[Any, Any]
+    u16: np.ndarray[Any, Any]
+    u8: np.ndarray[Any, Any]
+    block_stride: int
+    row_stride: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """In the order the compiled loops take them."""
+        return self.block_stride, self.row_stride, self.kind, self.f32, self.u16, self.u8
+
+
+def flat_rows(cache: torch.Tensor) -> FlatRows:
+    """View cache [B, N, row] (float32, bfloat16, float16, or uint8 for LI-C8) without copying it."""
+    blocks, block_tokens, width = cache.shape
+    block_stride, row_stride, step = cache.stride()
+    assert step == 1, "the elements of a row must be adjacent"
+    span = (blocks - 1) * block_stride + (block_tokens - 1) * row_stride + width
+    flat = cache.as_strided((max(span, 0),), (1,))
+    kind = _KINDS[cache.dtype]
+    none = {size: np.empty(0, dtype) for size, dtype in ((4, np.float32), (2, np.uint16), (1, np.uint8))}
+    none[cache.element_size()] = (flat.view(torch.uint16) if cache.element_size() == 2 else flat).numpy()
+    return FlatRows(
+        kind=kind, f32=none[4], u16=none[2], u8=none[1], block_stride=block_stride, row_stride=row_stride
+    )

@@ -1,0 +1,64 @@
+"""Spread compiled loops over threads that hold no GIL."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+def run_shares(work: Callable[[int, int], None], shares: int) -> None:
+    """Call work(worker, workers) for every worker, the caller being worker 0, and wait for all.
+
+    At most torch's own thread count, and never more than `shares`. Threads live for one call: starting
+    one costs some 50 us, and nothing is left behind that could spin beside torch's pool.
+    """
+    workers = max(1, min(shares, torch.get_num_threads()))
+    if workers == 1:
+        work(0, 1)
+        return
+    failures: list[BaseException] = []
+    cpus = _cpus_of_pool(workers)
+
+    def helper(worker: int) -> None:
+        try:
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+            work(worker, workers)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=helper, args=(i,), daemon=True) for i in range(1, workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        work(0, workers)
+    finally:
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _cpus_of_pool(workers: int) -> set[int]:
+    """Where helper threads may run; empty: where the caller may.
+
+    vLLM binds each OpenMP thread to one CPU and the caller is one of them: a thread started here would
+    inherit that single CPU. The CPUs of the other threads bound alike are the pool's.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    own = os.sched_getaffinity(0)
+    if len(own) >= workers:
+        return set()
+    pool = set(own)
+    for task in os.listdir("/proc/self/task"):
+        try:
+            cpus = os.sched_getaffinity(int(task))
+        except ProcessLookupError:
+            continue
+        if len(cpus) == len(own):
+            pool |= cpus
+    return pool
