@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 from kvstrata.config_values import Flag, Optional, Path, Positions, Positive, ValueKind, Whole, Word
 from kvstrata.core.buffers import default_prefetch_layers
@@ -19,35 +19,38 @@ from kvstrata.errors import ConfigurationError, ConfigurationTypeError, Unsuppor
 GB = 1 << 30
 """Bytes of one GB in every `_GB` knob: 2^30, as in vLLM's own memory settings."""
 
-T = TypeVar("T", bound="Knobs")
+_SPARSE = "sparse_kv_offload_config"
+_OWN = "kvstrata"
 
 
-def knob(kind: ValueKind, default: object, doc: str) -> Any:
-    """Define one knob: what it may hold, its default and its one line of documentation."""
-    return field(default=default, metadata={"kind": kind, "doc": doc})
+def knob(kind: ValueKind, default: object, doc: str, *, section: str = "") -> Any:
+    """Define one knob: what it may hold, its default, its line of documentation, the object it stands in."""
+    return field(default=default, metadata={"kind": kind, "doc": doc, "section": section})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
     """A group of knobs that checks itself however it is made."""
 
-    _section: ClassVar[str] = ""
-
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            kind = item.metadata.get("kind")
-            if kind is not None:
-                name = self._section + item.name
-                object.__setattr__(self, item.name, kind.check(name, getattr(self, item.name)))
+        for item in self.knobs():
+            kept = item.metadata["kind"].check(knob_path(item), getattr(self, item.name))
+            object.__setattr__(self, item.name, kept)
         self._check_together()
 
     def _check_together(self) -> None:
         """Check knobs against each other, each of them being legal by itself."""
 
     @classmethod
-    def knob_names(cls) -> tuple[str, ...]:
-        """Names of the knobs in the order of definition."""
-        return tuple(item.name for item in dataclasses.fields(cls) if "kind" in item.metadata)
+    def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """The group's own knobs in the order of definition, without those of groups inside it."""
+        return tuple(item for item in dataclasses.fields(cls) if "kind" in item.metadata)
+
+
+def knob_path(item: dataclasses.Field[Any]) -> str:
+    """Name of a knob as the user writes it, with the object it stands in."""
+    section = item.metadata["section"]
+    return f"{section}.{item.name}" if section else item.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,12 @@ class LayerwiseConfig(Knobs):
     host_memory_GB: float | None = knob(
         Optional(Positive()), None, "Host memory of running requests per rank; null: what the blocks need."
     )
+
+    @property
+    def reuses_buffers(self) -> bool:
+        """Whether layers are asked to share buffers; the plan says whether any do."""
+        shared = self.layerwise_num_shared_buffers is not None
+        return self.use_layerwise and shared and self.layerwise_independent_layers != "all"
 
     @property
     def prefetch_layers(self) -> int:
@@ -97,7 +106,9 @@ class StoreConfig(Knobs):
     """KV kept across requests and engines."""
 
     backend: Literal["none", "local", "mooncake", "memcache"] = knob(
-        Word(("none", "local", "mooncake", "memcache")), "local", 'Which store; "none": keep nothing.'
+        Word(("none", "local", "mooncake", "memcache")),
+        "local",
+        'Which store; "none": no store; "mooncake" and "memcache" are refused in this version.',
     )
     store_path: str | None = knob(
         Optional(Path()), None, "Directory of the local store; null: one in shared memory for this user."
@@ -143,7 +154,7 @@ class TransferConfig(Knobs):
     kv_port: int | None = knob(
         Optional(Whole(1, 65535)),
         None,
-        "First control port; rank r of a data-parallel group adds its number.",
+        "First control port; a rank adds dp_rank * tp_size + tp_rank.",
     )
 
 
@@ -161,22 +172,26 @@ class ConnectorConfig(Knobs):
 class SparseOffloadConfig(Knobs):
     """Sparse decode offload; checked, and refused in this version when enabled."""
 
-    _section: ClassVar[str] = "sparse_kv_offload_config."
-
-    enabled: bool = knob(Flag(), False, "Keep main KV in host memory during decode; refused in this version.")
+    enabled: bool = knob(
+        Flag(), False, "Keep main KV in host memory during decode; refused in this version.", section=_SPARSE
+    )
     topk_buffer_size: int | None = knob(
-        Optional(Whole(1)), None, "Hot rows per request and layer, at least the model's top-k."
+        Optional(Whole(1)),
+        None,
+        "Hot rows per request and layer, at least the model's top-k.",
+        section=_SPARSE,
     )
     dram_size_per_dp_GB: float | None = knob(
-        Optional(Positive()), None, "Host memory for main KV of one data-parallel rank."
+        Optional(Positive()), None, "Host memory for main KV of one data-parallel rank.", section=_SPARSE
     )
-    keep_device_kv_cache: bool = knob(Flag(), False, "Keep the full device cache too, to compare.")
+    keep_device_kv_cache: bool = knob(
+        Flag(), False, "Keep the full device cache too, to compare.", section=_SPARSE
+    )
 
     def _check_together(self) -> None:
         if self.enabled:
             raise UnsupportedError(
-                "sparse_kv_offload_config.enabled=true: sparse decode offload is not in this version; "
-                "set it to false"
+                f"{_SPARSE}.enabled=true: sparse decode offload is not in this version; set it to false"
             )
 
 
@@ -187,7 +202,10 @@ class AdditionalConfig(Knobs):
     sparse_offload: SparseOffloadConfig = field(default_factory=SparseOffloadConfig)
     enable_kvpp: bool = knob(Flag(), False, "Distribute layers over ranks; refused in this version.")
     indexer_cache_dtype: Literal["auto", "int8"] = knob(
-        Word(("auto", "int8")), "auto", 'Indexer cache in the model\'s dtype, or "int8" with a scale per row.'
+        Word(("auto", "int8")),
+        "auto",
+        'Indexer cache: "auto", the model\'s dtype; "int8", with a scale per row.',
+        section=_OWN,
     )
 
     def _check_together(self) -> None:
@@ -201,15 +219,15 @@ def parse_connector_config(extra_config: Mapping[str, object]) -> ConnectorConfi
     Raises ConfigurationTypeError, ConfigurationError (also for an unknown key, with the closest known one)
     or UnsupportedError; each names the knob, its value and what to set.
     """
-    _require_mapping("kv_connector_extra_config", extra_config)
+    where = "kv_connector_extra_config"
+    sections = {"": _require_mapping(where, extra_config)}
     groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
-    known = [name for group in groups for name in group.knob_names()]
-    _refuse_unknown("kv_connector_extra_config", extra_config, known)
+    _refuse_unknown(where, sections[""], [item.name for group in groups for item in group.knobs()])
     return ConnectorConfig(
-        layerwise=_pick(LayerwiseConfig, extra_config),
-        store=_pick(StoreConfig, extra_config),
-        transfer=_pick(TransferConfig, extra_config),
-        **{name: extra_config[name] for name in ConnectorConfig.knob_names() if name in extra_config},  # type: ignore[arg-type]
+        layerwise=LayerwiseConfig(**_pick(LayerwiseConfig, sections)),
+        store=StoreConfig(**_pick(StoreConfig, sections)),
+        transfer=TransferConfig(**_pick(TransferConfig, sections)),
+        **_pick(ConnectorConfig, sections),
     )
 
 
@@ -220,24 +238,23 @@ def parse_additional_config(additional: Mapping[str, object] | None) -> Addition
     """
     if additional is None:
         return AdditionalConfig()
-    _require_mapping("additional_config", additional)
-    sparse = _section(additional, "sparse_kv_offload_config", SparseOffloadConfig.knob_names())
-    own = _section(additional, "kvstrata", ("indexer_cache_dtype",))
-    given = dict(own)
-    if "enable_kvpp" in additional:
-        given["enable_kvpp"] = additional["enable_kvpp"]
-    return AdditionalConfig(sparse_offload=_pick(SparseOffloadConfig, sparse), **given)  # type: ignore[arg-type]
+    sections = {"": _require_mapping("additional_config", additional)}
+    for section in (_SPARSE, _OWN):
+        sections[section] = _require_mapping(section, additional.get(section, {}))
+        groups = (SparseOffloadConfig, AdditionalConfig)
+        items = [item for group in groups for item in group.knobs()]
+        known = [item.name for item in items if item.metadata["section"] == section]
+        _refuse_unknown(section, sections[section], known)
+    return AdditionalConfig(
+        sparse_offload=SparseOffloadConfig(**_pick(SparseOffloadConfig, sections)),
+        **_pick(AdditionalConfig, sections),
+    )
 
 
-def _pick(group: type[T], given: Mapping[str, object]) -> T:
-    return group(**{name: given[name] for name in group.knob_names() if name in given})
-
-
-def _section(additional: Mapping[str, object], name: str, known: Collection[str]) -> Mapping[str, object]:
-    section = additional.get(name, {})
-    mapping = _require_mapping(name, section)
-    _refuse_unknown(name, mapping, known)
-    return mapping
+def _pick(group: type[Knobs], sections: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
+    """Return the group's knobs that were given, each looked up in the section it belongs to."""
+    placed = [(item.name, sections[item.metadata["section"]]) for item in group.knobs()]
+    return {name: given[name] for name, given in placed if name in given}
 
 
 def _require_mapping(name: str, value: object) -> Mapping[str, object]:

@@ -81,9 +81,13 @@ class Positive:
         """See ValueKind."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(knob, value, self)
-        if not (math.isfinite(value) and value > 0):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond every float
+            raise wrong_value(knob, value, self) from None
+        if not (math.isfinite(number) and number > 0):
             raise wrong_value(knob, value, self)
-        return float(value)
+        return number
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,16 @@ class BudgetError(KVStrataError, ValueError):
 
 
 class DeadlineExceeded(KVStrataError, TimeoutError):  # noqa: N818 - named for what happened
-    """A wait named `wait` did not end within `seconds`."""
+    """A wait did not end in time; `wait` is its name, `seconds` its deadline where the name lacks it."""
 
-    def __init__(self, wait: str, seconds: float) -> None:
+    def __init__(self, wait: str, seconds: float | None = None) -> None:
         # The message is built in __str__: args stay the constructor's own, which keeps the error picklable.
         super().__init__(wait, seconds)
         self.wait = wait
         self.seconds = seconds
 
     def __str__(self) -> str:
-        return f"{self.wait}: not finished within {self.seconds:g} s"
+        return self.wait if self.seconds is None else f"{self.wait}: not finished within {self.seconds:g} s"
 
 
 class TransferFailed(KVStrataError):  # noqa: N818 - named for what happened

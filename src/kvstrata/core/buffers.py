@@ -188,6 +188,8 @@ def _independent_positions(independent_layers: object, num_layers: int) -> froze
     for entry in independent_layers:
         if type(entry) is not int:
             raise ConfigurationTypeError(f"{knob} must hold integers only, not {entry!r}")
+        if num_layers == 0:
+            continue  # a rank without cache-bearing layers has nothing to place
         if not -num_layers <= entry < num_layers:
             raise ConfigurationError(
                 f"{knob} holds {entry}: this rank has {num_layers} layers, "

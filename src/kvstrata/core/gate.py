@@ -53,7 +53,10 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class PhysicalRange:
-    """Memory `[start, start + size_bytes)` in bytes, in any one address space."""
+    """Memory `[start, start + size_bytes)` in bytes, in any one address space.
+
+    A slot of strided pages covers what lies between its pages too, so interleaved slots count as one.
+    """
 
     start: int
     size_bytes: int
