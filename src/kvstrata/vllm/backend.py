@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from kvstrata.kernels.batch import BatchPlan, plan_batch
+from kvstrata.move.step import StepBlocks
 
 
 @dataclass
@@ -41,6 +42,7 @@ class KVStrataMetadata(AttentionMetadata):
     num_prefills: int = 0
     prefill: None = None
     decode: bool = True
+    blocks: StepBlocks | None = None  # worked out when a layer first needs it
 
 
 class KVStrataMetadataBuilder(AttentionMetadataBuilder[KVStrataMetadata]):

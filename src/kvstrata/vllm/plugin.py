@@ -43,14 +43,26 @@ def register() -> None:
     """
     from vllm.platforms import current_platform
 
-    from .connector import register_connectors
     from .platform import KVStrataCpuPlatform
 
-    register_connectors()
+    _register_connectors()
     if isinstance(current_platform, KVStrataCpuPlatform):
         from .mla_layer import register_mla_layer
 
         register_mla_layer()
+
+
+def _register_connectors() -> None:
+    """Register the connector names; their module is imported only when a launch names one of them."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from .settings import REMOTE_CONNECTORS, STORE_CONNECTORS
+
+    classes = dict.fromkeys(STORE_CONNECTORS, "KVStrataConnector")
+    classes |= dict.fromkeys(REMOTE_CONNECTORS, "RemoteConnector")
+    for name, class_name in classes.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, "kvstrata.vllm.connector", class_name)
 
 
 def vllm_version() -> str:

@@ -1,0 +1,81 @@
+"""The store namespace: everything that must agree before one engine may read another's rows.
+
+A key is namespace / rank / block hash. The namespace covers model and weights, dtypes, block size, cache
+layout version and draft model; the rank part covers every rank dimension (field fault: keys without them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstrata.core.ranks import RankIdentity
+
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LAYOUT_VERSION = 1
+
+
+def store_namespace(vllm_config: VllmConfig) -> str:
+    """Return a digest of all that decides a cached row's bytes, apart from tokens and rank."""
+    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    facts = {
+        "layout": LAYOUT_VERSION,
+        "model": model.model,
+        "revision": model.revision,
+        "weights": _weight_files(model.model),
+        "config": json.loads(model.hf_config.to_json_string(use_diff=False)),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": cache.cache_dtype,
+        "indexer_cache_dtype": Settings.of(vllm_config).additional.indexer_cache_dtype,
+        "block_tokens": cache.block_size,
+        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
+        "draft": [speculative.method, str(speculative.model)] if speculative is not None else None,
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> RankIdentity:
+    """Return the identity under which a rank keeps its blocks."""
+    parallel = vllm_config.parallel_config
+    return RankIdentity(
+        tp_rank=tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=pp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_rank=0,
+        pcp_size=parallel.prefill_context_parallel_size,
+        dcp_rank=0,
+        dcp_size=parallel.decode_context_parallel_size,
+        dp_rank=parallel.data_parallel_index,
+        dp_size=parallel.data_parallel_size,
+    )
+
+
+def all_rank_keys(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Return the keys of all ranks of this engine: a block is a hit only where every rank has it."""
+    parallel = vllm_config.parallel_config
+    return tuple(
+        rank_identity(vllm_config, tp_rank=tp, pp_rank=pp).key()
+        for pp in range(parallel.pipeline_parallel_size)
+        for tp in range(parallel.tensor_parallel_size)
+    )
+
+
+def _weight_files(model: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of the weight files of a local model: retrained weights make a new namespace."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return []
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf"))
+    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]

@@ -1,0 +1,231 @@
+"""The scheduler's half: which prefix the store holds, which blocks to fetch, which finished blocks to offer.
+
+Two frontiers a request (device constraint 11): what is scheduled, which drafts and asynchronous steps may
+take back, and what is confirmed. Only confirmed rows are offered to the store.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvstrata.store.base import ReadLease, Store, StoreKey
+
+from .transfers import Fetch, Put, StepTransfers
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvstrata.scheduler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerStatistics:
+    """Totals since start: blocks asked of the store, and of these the blocks it held on every rank."""
+
+    asked_blocks: int = 0
+    hit_blocks: int = 0
+
+
+@dataclass(kw_only=True)
+class _Match:
+    """A prefix found in the store for a request that is not scheduled yet; one lease a rank and block."""
+
+    first_block: int
+    leases: list[dict[str, ReadLease]]
+
+
+@dataclass(kw_only=True)
+class _Tracked:
+    """What the connector remembers of a request while vLLM knows it."""
+
+    request: Request
+    block_ids: list[int] = field(default_factory=list)
+    offered_blocks: int = 0  # leading blocks that the store was offered or already had
+
+
+class StoreScheduler:
+    """Answers vLLM's scheduler from the store. Lives in the scheduler's process, called by its thread only."""
+
+    def __init__(
+        self, *, store: Store, namespace: str, ranks: Sequence[str], block_tokens: int, lease_s: float
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._ranks = tuple(ranks)
+        self._block_tokens = block_tokens
+        self._lease_s = lease_s
+        self._matches: dict[str, _Match] = {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._fetches: list[Fetch] = []
+        self._reading: deque[list[ReadLease]] = deque()  # leases of steps whose output is not back yet
+        self._asked_blocks = 0
+        self._hit_blocks = 0
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Return how many tokens beyond ``num_computed_tokens`` the store can supply, in whole blocks.
+
+        Leases what it reports. One token is always left to compute: a full hit has nothing to schedule.
+        """
+        self._forget_match(request.request_id)
+        if not self._stores(request):
+            return 0
+        first = num_computed_tokens // self._block_tokens
+        if num_computed_tokens % self._block_tokens:
+            return 0
+        last = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        hashes = [bytes(block_hash) for block_hash in request.block_hashes[first:last]]
+        if not hashes:
+            return 0
+        leases = self._lease_prefix(hashes)
+        self._asked_blocks += len(hashes)
+        self._hit_blocks += len(leases)
+        if leases:
+            self._matches[request.request_id] = _Match(first_block=first, leases=leases)
+        return len(leases) * self._block_tokens
+
+    def allocated(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Note the blocks vLLM gave a request, and fetch the matched ones in its next step."""
+        tracked = self._tracked.setdefault(request.request_id, _Tracked(request=request))
+        tracked.request = request
+        match = self._matches.pop(request.request_id, None)
+        if match is None:
+            return
+        wanted = num_external_tokens // self._block_tokens
+        for at, leases in enumerate(match.leases[:wanted]):
+            self._fetches.append(
+                Fetch(
+                    request_id=request.request_id,
+                    block_id=block_ids[match.first_block + at],
+                    leases=leases,
+                )
+            )
+        tracked.offered_blocks = max(tracked.offered_blocks, match.first_block + wanted)
+        self._release([lease for leases in match.leases[wanted:] for lease in leases.values()])
+
+    def step(self, output: SchedulerOutput) -> StepTransfers:
+        """Return this step's fetches and the blocks that will be complete and confirmed when it ends."""
+        transfers = StepTransfers(fetches=self._fetches)
+        self._fetches = []
+        self._reading.append([lease for fetch in transfers.fetches for lease in fetch.leases.values()])
+        for new in output.scheduled_new_reqs:
+            self._schedule(new.req_id, new.block_ids[0], None, new.num_computed_tokens, output, transfers)
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            block_ids = cached.new_block_ids[at]
+            added = list(block_ids[0]) if block_ids is not None else []
+            keep = None if request_id in cached.resumed_req_ids else self._blocks_of(request_id)
+            self._schedule(request_id, added, keep, cached.num_computed_tokens[at], output, transfers)
+        return transfers
+
+    def step_done(self) -> None:
+        """Release the leases of the oldest step whose workers answered."""
+        if self._reading:
+            self._release(self._reading.popleft())
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request; its leases end."""
+        self._forget_match(request_id)
+        self._tracked.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Drop every object of the store that nobody reads (vLLM's reset of the connector's cache)."""
+        self._store.clear()
+
+    def statistics(self) -> SchedulerStatistics:
+        """Return totals since start."""
+        return SchedulerStatistics(asked_blocks=self._asked_blocks, hit_blocks=self._hit_blocks)
+
+    def close(self) -> None:
+        """Release every lease still held."""
+        for request_id in list(self._matches):
+            self._forget_match(request_id)
+        while self._reading:
+            self._release(self._reading.popleft())
+        self._store.close()
+
+    def _schedule(
+        self,
+        request_id: str,
+        added: Sequence[int],
+        kept: Sequence[int] | None,
+        computed: int,
+        output: SchedulerOutput,
+        transfers: StepTransfers,
+    ) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        tracked.block_ids = [*(kept or ()), *added]
+        if not self._stores(tracked.request):
+            return
+        confirmed = confirmed_tokens(tracked.request, computed, output.num_scheduled_tokens[request_id])
+        ready = min(confirmed // self._block_tokens, len(tracked.request.block_hashes))
+        for at in range(tracked.offered_blocks, ready):
+            transfers.puts.append(
+                Put(
+                    request_id=request_id,
+                    block_id=tracked.block_ids[at],
+                    block_hash=bytes(tracked.request.block_hashes[at]),
+                )
+            )
+        tracked.offered_blocks = max(tracked.offered_blocks, ready)
+
+    def _lease_prefix(self, hashes: Sequence[bytes]) -> list[dict[str, ReadLease]]:
+        keys = [
+            StoreKey(namespace=self._namespace, rank=rank, block_hash=block_hash)
+            for block_hash in hashes
+            for rank in self._ranks
+        ]
+        present = self._store.contains(keys)
+        ranks = len(self._ranks)
+        hits = 0
+        while hits < len(hashes) and all(s.value == "ok" for s in present[hits * ranks : (hits + 1) * ranks]):
+            hits += 1
+        answers = self._store.acquire(keys[: hits * ranks], ttl_s=self._lease_s) if hits else []
+        leases: list[dict[str, ReadLease]] = []
+        surplus: list[ReadLease] = []
+        for at in range(hits):
+            answer = answers[at * ranks : (at + 1) * ranks]
+            held = [lease for lease in answer if isinstance(lease, ReadLease)]
+            if len(held) == ranks and len(leases) == at:
+                leases.append(dict(zip(self._ranks, held, strict=True)))
+            else:
+                surplus += held
+        self._release(surplus)
+        return leases
+
+    def _stores(self, request: Request) -> bool:
+        """Whether the request's rows depend on tokens alone, as far as its block hashes tell."""
+        return request.prompt_embeds is None and not request.pooling_params
+
+    def _blocks_of(self, request_id: str) -> Sequence[int]:
+        tracked = self._tracked.get(request_id)
+        return tracked.block_ids if tracked is not None else ()
+
+    def _forget_match(self, request_id: str) -> None:
+        match = self._matches.pop(request_id, None)
+        if match is not None:
+            self._release([lease for leases in match.leases for lease in leases.values()])
+
+    def _release(self, leases: Sequence[ReadLease]) -> None:
+        if leases:
+            self._store.release(leases)
+
+
+def confirmed_tokens(request: Request, computed: int, scheduled: int) -> int:
+    """Return how many leading tokens have final rows once the step with ``scheduled`` tokens has run.
+
+    Prompt tokens are final as soon as computed. A generated token's row is final when the token is known and
+    a later one has been sampled from it: rows of rejected drafts are rewritten before that.
+    """
+    prompt = request.num_prompt_tokens
+    after = computed + scheduled
+    if after <= prompt:
+        return after
+    return max(prompt, min(computed, request.num_tokens - 1))
