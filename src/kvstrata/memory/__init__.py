@@ -1,1 +1,1 @@
-
+"""Host memory: regions shared between processes, page views, and the host home of KV."""

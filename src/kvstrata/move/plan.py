@@ -1,0 +1,114 @@
+"""Copies as flat arrays: (source, destination, size), ready for a compiled loop or a device kernel.
+
+A plan is built on the host from page views and block ids and holds no tensors: whoever submits it keeps the
+memory behind the addresses alive until the copy's token is done.
+Source: seed, Layerwise Prefill Offload, "Execution pipeline" (layer-sized ranges known ahead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata.memory.pages import PageView, checked_block_ids
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyPlan:
+    """Byte ranges to copy, each from `src[i]` to `dst[i]`; ranges are independent of each other.
+
+    All three arrays are 1-D, C-contiguous int64 of one length, `[ranges]`. Addresses and sizes
+    are positive: a plan that carries a null address is refused here, before any byte moves.
+    """
+
+    dst: Int64Array
+    src: Int64Array
+    size: Int64Array
+
+    def __post_init__(self) -> None:
+        for name in ("dst", "src", "size"):
+            array = getattr(self, name)
+            if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
+                raise TypeError(
+                    f"copy plan: {name} must be a contiguous 1-D int64 array, got {array.dtype} {array.shape}"
+                )
+        if not len(self.dst) == len(self.src) == len(self.size):
+            raise ValueError(
+                f"copy plan: {len(self.dst)} destinations, {len(self.src)} sources, {len(self.size)} sizes"
+            )
+        if len(self.size) and min(self.dst.min(), self.src.min(), self.size.min()) <= 0:
+            raise ValueError("copy plan: every address and every size must be positive")
+
+    @classmethod
+    def empty(cls) -> CopyPlan:
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(dst=nothing, src=nothing, size=nothing)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return int(self.size.sum())
+
+    def __len__(self) -> int:
+        """Number of ranges, not of blocks: neighbours may have been merged."""
+        return len(self.size)
+
+
+def plan_block_copies(dst: PageView, src: PageView, block_ids: npt.NDArray[np.integer]) -> CopyPlan:
+    """Copy the pages `block_ids` of `src` to the same ids of `dst`.
+
+    Ids may come in any order and more than once; each page is copied once, in ascending order, so that
+    neighbours can be merged. They are merged only where both sides have no gap between pages.
+    Raises ValueError when the page sizes differ and IndexError for an id that either side lacks.
+    """
+    if dst.page_bytes != src.page_bytes:
+        raise ValueError(f"page sizes differ: {src.page_bytes} bytes at the source, {dst.page_bytes} here")
+    ids = checked_block_ids(block_ids, min(dst.num_blocks, src.num_blocks))
+    if len(ids) == 0:
+        return CopyPlan.empty()
+    steps = np.diff(ids)
+    if (steps <= 0).any():
+        ids = np.unique(ids)
+        steps = np.diff(ids)
+    if dst.is_compact and src.is_compact:
+        starts = np.concatenate(([0], np.flatnonzero(steps != 1) + 1))
+        blocks = np.diff(np.append(starts, len(ids)))
+        ids = ids[starts]
+        size = blocks * np.int64(src.page_bytes)
+    else:
+        size = np.full(len(ids), src.page_bytes, dtype=np.int64)
+    return CopyPlan(dst=dst.page_address(ids), src=src.page_address(ids), size=size)
+
+
+def concat(plans: Iterable[CopyPlan]) -> CopyPlan:
+    """One plan for several, order kept. Ranges of different plans are not merged: memory that only happens to
+    be adjacent may belong to two registrations."""
+    parts = [plan for plan in plans if len(plan)]
+    if not parts:
+        return CopyPlan.empty()
+    if len(parts) == 1:
+        return parts[0]
+    return CopyPlan(
+        dst=np.concatenate([plan.dst for plan in parts]),
+        src=np.concatenate([plan.src for plan in parts]),
+        size=np.concatenate([plan.size for plan in parts]),
+    )
+
+
+def merge_adjacent(plan: CopyPlan) -> CopyPlan:
+    """Join each range with the one before it where both source and destination continue without a gap.
+
+    Order is kept, so unsorted neighbours stay apart. Meant for one allocation on each side (see `concat`).
+    """
+    if len(plan) < 2:
+        return plan
+    ends_dst = plan.dst[:-1] + plan.size[:-1]
+    ends_src = plan.src[:-1] + plan.size[:-1]
+    breaks = (plan.dst[1:] != ends_dst) | (plan.src[1:] != ends_src)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return CopyPlan(dst=plan.dst[starts], src=plan.src[starts], size=np.add.reduceat(plan.size, starts))
