@@ -1,0 +1,74 @@
+"""Environment, checkpoints and cached answers that all end-to-end tests share.
+
+Engines run one after the other in this process, so a model's unoffloaded answers are computed once and kept.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+# vLLM reads these when an engine starts. What the caller has set stays, except what the suite rests on.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import pytest
+import references
+from checks import NEW_TOKENS, ModelOf, PlainAnswers, TransformersTokens
+from engines import Outcome, open_engine
+from models import RECIPES, Model, build_seeded, trained
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    """Return the model of a name, its checkpoint written on first use."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    built: dict[str, Model] = {}
+
+    def get(name: str) -> Model:
+        if name not in built:
+            built[name] = build_seeded(name, root) if name in RECIPES else trained(name)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def transformers_tokens(model_of: ModelOf) -> TransformersTokens:
+    """Return transformers' greedy answers to a model's own prompts."""
+    answers: dict[str, list[list[int]]] = {}
+
+    def get(name: str) -> list[list[int]]:
+        if name not in answers:
+            model = model_of(name)
+            answers[name] = references.greedy(model.path, model.prompts, NEW_TOKENS).tokens
+        return answers[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def plain(model_of: ModelOf) -> PlainAnswers:
+    """Return what plain vLLM with our backend answers to a model's own prompts under some engine arguments."""
+    outcomes: dict[str, Outcome] = {}
+
+    def get(name: str, **arguments: Any) -> Outcome:
+        key = f"{name} {sorted(arguments.items())}"
+        if key not in outcomes:
+            model = model_of(name)
+            with open_engine(model, **arguments) as engine:
+                outcomes[key] = engine.ask(model.prompts, NEW_TOKENS)
+        return outcomes[key]
+
+    return get

@@ -1,0 +1,92 @@
+"""Run an engine in a process of its own: a parallel one, a second one on the same store, or one without plugins.
+
+`ask_in_new_process` starts `python engine_process.py JOB ANSWER`; both files are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessAnswer:
+    """What the engine of the other process said."""
+
+    tokens: list[list[list[int]]]  # [round][prompt][token]
+    cached_tokens: list[list[int]]  # [round][prompt]
+    num_blocks: int
+    statistics: list[dict[str, Any]]  # of every rank; empty without kvstrata's worker
+
+
+def ask_in_new_process(
+    arguments: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    directory: Path,
+    rounds: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> ProcessAnswer:
+    """Ask all prompts, `rounds` times over, of an engine with these `vllm.LLM` arguments.
+
+    Raises AssertionError with the end of the process's output when it fails or overruns its deadline.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    job, answer, log = directory / "job.json", directory / "answer.json", directory / "log.txt"
+    job.write_text(
+        json.dumps(
+            {
+                "arguments": dict(arguments),
+                "prompts": [list(prompt) for prompt in prompts],
+                "new_tokens": new_tokens,
+                "rounds": rounds,
+            }
+        )
+    )
+    answer.unlink(missing_ok=True)
+    with log.open("w") as output:
+        try:
+            status: int | str = subprocess.run(
+                [sys.executable, __file__, str(job), str(answer)],
+                env={**os.environ, **(environment or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=DEADLINE_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"no end after {DEADLINE_S} s"
+    assert status == 0, f"engine process: status {status}\n{log.read_text()[-6000:]}"
+    return ProcessAnswer(**json.loads(answer.read_text()))
+
+
+def main(job_file: str, answer_file: str) -> None:
+    from engines import STATISTICS, Engine
+    from vllm import LLM
+
+    job = json.loads(Path(job_file).read_text())
+    engine = Engine(LLM(**job["arguments"]))
+    outcomes = [engine.ask(job["prompts"], job["new_tokens"], logprobs=False) for _ in range(job["rounds"])]
+    plugins = os.environ.get("VLLM_PLUGINS")
+    offloads = "kv_transfer_config" in job["arguments"] and (plugins is None or "kvstrata" in plugins)
+    result = ProcessAnswer(
+        tokens=[outcome.tokens for outcome in outcomes],
+        cached_tokens=[outcome.cached_tokens for outcome in outcomes],
+        num_blocks=engine.num_blocks(),
+        statistics=engine.llm.collective_rpc(STATISTICS) if offloads else [],
+    )
+    Path(answer_file).write_text(json.dumps(asdict(result)))
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

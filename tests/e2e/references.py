@@ -1,0 +1,53 @@
+"""Greedy float32 answers of Hugging Face transformers: the reading of a checkpoint that shares no code with us."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Two float32 implementations differ by about 1e-5 in a logit; a smaller gap than this decides nothing.
+SMALLEST_MEANINGFUL_GAP = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    tokens: list[list[int]]  # per prompt, the new tokens
+    smallest_gap: float  # between the best and the second logit, over all steps
+
+
+def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> Reference:
+    """Decode `new_tokens` tokens after each prompt, ignoring end-of-text.
+
+    Raises AssertionError when a step was a near tie, because equality with it would prove nothing.
+    """
+    import torch
+    import transformers
+
+    (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+    # By name: importing vLLM re-registers some model types, and AutoModel would then pick another class.
+    model_class = getattr(transformers, architecture)
+    model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens: list[list[int]] = []
+    smallest_gap = float("inf")
+    with torch.no_grad():
+        for prompt in prompts:
+            result = model.generate(
+                torch.tensor([list(prompt)]),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            tokens.append(result.sequences[0, len(prompt) :].tolist())
+            for logits in result.logits:
+                best, second = logits[0].topk(2).values.tolist()
+                smallest_gap = min(smallest_gap, best - second)
+    assert smallest_gap > SMALLEST_MEANINGFUL_GAP, (
+        f"{path.name}: a greedy step has a logit gap of {smallest_gap:.1e}"
+    )
+    return Reference(tokens=tokens, smallest_gap=smallest_gap)
