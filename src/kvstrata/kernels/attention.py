@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvstrata.kernels.batch import BatchPlan
-from kvstrata.kernels.compiled import attend_tiles
+from kvstrata.kernels.compiled import LI_C8, attend_tiles
 from kvstrata.kernels.parallel import run_shares
 from kvstrata.kernels.rows import flat_rows
 
@@ -68,6 +68,7 @@ def _attend(
 ) -> torch.Tensor:
     heads, width = q.shape[1], q.shape[2]
     assert cache.shape[1] == plan.block_tokens
+    assert plan.highest_block < cache.shape[0], "a block beyond the cache"
     assert cache.shape[2] == width
     assert rank <= width
     assert plan.tokens <= q.shape[0]
@@ -76,7 +77,10 @@ def _attend(
     out[plan.tokens :] = 0
     dense = selected is None
     chosen = (_NO_SELECTION if selected is None else selected[: plan.tokens]).to(torch.int32).contiguous()
+    if chosen.numel():
+        assert int(chosen.max()) < plan.max_kv_tokens, "a selected position beyond every context"
     rows = flat_rows(cache)
+    assert rows.kind != LI_C8
     for tiles, tokens in plan.tile_groups(4 * heads * (width + rank), _STAGING_BYTES):
         queries = q[tokens].float().contiguous()
         target = out[tokens]
@@ -94,7 +98,7 @@ def _attend(
             chosen.numpy(),
             result.numpy(),
         )
-        run_shares(lambda i, n, a=arguments: attend_tiles(i, n, *a), tiles.stop - tiles.start)
+        run_shares(attend_tiles, arguments, shares=tiles.stop - tiles.start)
         if not direct:
             target.copy_(result)
     return out

@@ -22,6 +22,7 @@ class BatchPlan:
     max_tile_tokens: int
     block_tokens: int
     block_table: torch.Tensor  # [requests, max_blocks] int32
+    highest_block: int  # of those the step reads; -1 for an empty step
     token_request: torch.Tensor  # [tokens] int64
     token_position: torch.Tensor  # [tokens] int64
     tile_request: torch.Tensor  # [tiles] int64
@@ -74,12 +75,13 @@ def plan_batch(
     """Lay out one step.
 
     query_start_loc_cpu [R+1] and seq_lens_cpu [R] are vLLM's (seq_lens includes the new tokens);
-    block_table is [>=R, max_blocks]. A request may have no query tokens.
+    block_table is [>=R, max_blocks]. A request without
+    query tokens (padding) is not looked at further.
     """
     starts = np.asarray(query_start_loc_cpu, dtype=np.int64)
     requests = starts.shape[0] - 1
-    lengths = np.asarray(seq_lens_cpu, dtype=np.int64)[:requests]
     counts = np.diff(starts)
+    lengths = np.where(counts > 0, np.asarray(seq_lens_cpu, dtype=np.int64)[:requests], 0)
     assert min(block_tokens, tile_tokens) > 0
     assert starts[0] == 0
     assert (counts >= 0).all(), "query_start_loc must not decrease"
@@ -98,11 +100,17 @@ def plan_batch(
     tile_end = np.minimum(tile_start + tile_tokens, starts[tile_request + 1])
     tile_kv = tile_end - starts[tile_request + 1] + lengths[tile_request]
 
+    table = block_table[:requests].to(torch.int32).contiguous()
+    blocks = -(-lengths // block_tokens)
+    read = table.numpy()[np.arange(table.shape[1]) < blocks[:, None]]
+    assert read.min(initial=0) >= 0, "a block of a context is missing from the block table"
+
     return BatchPlan(
         tokens=tokens,
         max_tile_tokens=tile_tokens,
         block_tokens=block_tokens,
-        block_table=block_table[:requests].to(torch.int32).contiguous(),
+        block_table=table,
+        highest_block=int(read.max(initial=-1)),
         token_request=torch.from_numpy(token_request),
         token_position=torch.from_numpy(token_position),
         tile_request=torch.from_numpy(tile_request),

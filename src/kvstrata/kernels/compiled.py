@@ -8,6 +8,8 @@ Numba's disk cache notices changes of the file that holds a function, not of tho
 that call one another stay in this file.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
+
 from __future__ import annotations
 
 import numpy as np
@@ -26,7 +28,9 @@ _jit_lanes = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contra
 def _widen(kind, f32, u16, u8, at, width, bits, row):
     """row[:width] = the stored row that starts at element `at`; bits is row's memory as uint32."""
     if kind == FLOAT32:
-        row[:width] = f32[at : at + width]
+        words = f32[at : at + width]
+        for d in range(width):
+            row[d] = words[d]
     elif kind == BFLOAT16:
         halves = u16[at : at + width]
         for d in range(width):
@@ -38,9 +42,8 @@ def _widen(kind, f32, u16, u8, at, width, bits, row):
             magnitude = (half & np.uint32(0x7FFF)) << np.uint32(13)
             # Infinity and NaN carry the largest exponent in both formats; the multiplication below
             # moves every other exponent from bias 15 to bias 127, subnormals included.
-            infinite = magnitude >= np.uint32(0x0F800000)
-            magnitude |= np.uint32(0x70000000) * np.uint32(infinite)
-            bits[d] = magnitude | ((half & np.uint32(0x8000)) << np.uint32(16))
+            special = np.uint32(0x70000000) if magnitude >= np.uint32(0x0F800000) else np.uint32(0)
+            bits[d] = magnitude | special | ((half & np.uint32(0x8000)) << np.uint32(16))
         for d in range(width):
             row[d] *= np.float32(2.0**112)
     else:
@@ -57,6 +60,16 @@ def _row_at(block_table, request, position, block_tokens, block_stride, row_stri
     """Element offset of a request's row; int64 throughout."""
     block = np.int64(block_table[request, position // block_tokens])
     return block * block_stride + (position % block_tokens) * row_stride
+
+
+@_jit
+def _key_at(kind, f32, u16, u8, at, slot, width, bits, widened):
+    """Where in the float32 keys the row stored at `at` begins: in place, or widened into a slot."""
+    if kind == FLOAT32:
+        return at
+    to = slot * width
+    _widen(kind, f32, u16, u8, at, width, bits[to : to + width], widened[to : to + width])
+    return to
 
 
 @_jit_lanes
@@ -166,12 +179,7 @@ def attend_tiles(
             for low in range(0, last + 1, KEY_BLOCK):
                 for j in range(min(KEY_BLOCK, last + 1 - low)):
                     at = _row_at(block_table, request, low + j, block_tokens, block_stride, row_stride)
-                    if kind == FLOAT32:
-                        offsets[j] = at
-                    else:
-                        to = j * width
-                        _widen(kind, f32, u16, u8, at, width, bits[to : to + width], widened[to : to + width])
-                        offsets[j] = to
+                    offsets[j] = _key_at(kind, f32, u16, u8, at, j, width, bits, widened)
                 for i in range(tokens):
                     count = min(KEY_BLOCK, token_position[start + i] + 1 - low)
                     if count > 0:
@@ -180,31 +188,21 @@ def attend_tiles(
                             top[i], total[i], out[begin + i],
                         )  # fmt: skip
         else:
+            columns = selected.shape[1]
             for i in range(tokens):
                 count = 0
-                for column in range(selected.shape[1]):
+                for column in range(columns):
                     position = np.int64(selected[start + i, column])
-                    if position < 0:
-                        continue
-                    at = _row_at(block_table, request, position, block_tokens, block_stride, row_stride)
-                    if kind == FLOAT32:
-                        offsets[count] = at
-                    else:
-                        to = count * width
-                        _widen(kind, f32, u16, u8, at, width, bits[to : to + width], widened[to : to + width])
-                        offsets[count] = to
-                    count += 1
-                    if count == KEY_BLOCK:
+                    if position >= 0:
+                        at = _row_at(block_table, request, position, block_tokens, block_stride, row_stride)
+                        offsets[count] = _key_at(kind, f32, u16, u8, at, count, width, bits, widened)
+                        count += 1
+                    if count == KEY_BLOCK or (count > 0 and column == columns - 1):
                         _attend_block(
                             q[begin + i], keys, offsets, count, width, rank, scale, scores,
                             top[i], total[i], out[begin + i],
                         )  # fmt: skip
                         count = 0
-                if count > 0:
-                    _attend_block(
-                        q[begin + i], keys, offsets, count, width, rank, scale, scores,
-                        top[i], total[i], out[begin + i],
-                    )  # fmt: skip
         for i in range(tokens):
             for h in range(heads):
                 if total[i, h] > 0:
@@ -214,30 +212,35 @@ def attend_tiles(
 
 
 @_jit
-def _score_block(q, weights, keys, scores):
+def _score_block(q, weights, keys, dots, scores):
     """scores[j] = sum over h of weights[h] * relu(q[h] . keys[:, j]); keys [D, KEY_BLOCK]."""
     heads, width = q.shape
-    dots = np.empty(KEY_BLOCK, np.float32)
     for j in range(KEY_BLOCK):
         scores[j] = 0
     for h in range(heads):
         for j in range(KEY_BLOCK):
             dots[j] = 0
         d = 0
-        while d + 4 <= width:
-            a, b, c, e = q[h, d], q[h, d + 1], q[h, d + 2], q[h, d + 3]
+        while d + 8 <= width:
+            # Eight steps for one load and store of the running sums.
+            q0, q1, q2, q3, q4, q5, q6, q7 = (
+                q[h, d], q[h, d + 1], q[h, d + 2], q[h, d + 3],
+                q[h, d + 4], q[h, d + 5], q[h, d + 6], q[h, d + 7],
+            )  # fmt: skip
             k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
+            k4, k5, k6, k7 = keys[d + 4], keys[d + 5], keys[d + 6], keys[d + 7]
             for j in range(KEY_BLOCK):
-                dots[j] = (((dots[j] + a * k0[j]) + b * k1[j]) + c * k2[j]) + e * k3[j]
-            d += 4
+                half = (((dots[j] + q0 * k0[j]) + q1 * k1[j]) + q2 * k2[j]) + q3 * k3[j]
+                dots[j] = (((half + q4 * k4[j]) + q5 * k5[j]) + q6 * k6[j]) + q7 * k7[j]
+            d += 8
         while d < width:
-            a = q[h, d]
+            q0, k0 = q[h, d], keys[d]
             for j in range(KEY_BLOCK):
-                dots[j] += a * keys[d, j]
+                dots[j] += q0 * k0[j]
             d += 1
-        w = weights[h]
+        weight = weights[h]
         for j in range(KEY_BLOCK):
-            scores[j] += w * max(dots[j], np.float32(0))
+            scores[j] += weight * max(dots[j], np.float32(0))
 
 
 @_jit
@@ -298,6 +301,7 @@ def index_tiles(
     longest = (longest + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
     scores = np.empty((most, longest), np.float32)
     keys = np.zeros((width, KEY_BLOCK), np.float32)
+    dots = np.empty(KEY_BLOCK, np.float32)
     bits = np.empty(width, np.uint32)
     row = bits.view(np.float32)
     counts = np.empty(2048, np.int32)
@@ -316,7 +320,7 @@ def index_tiles(
                     position = token_position[start + i]
                     if position >= topk and position >= low:
                         token = start + i - first_token
-                        _score_block(q[token], weights[token], keys, scores[i, low : low + KEY_BLOCK])
+                        _score_block(q[token], weights[token], keys, dots, scores[i, low : low + KEY_BLOCK])
         for i in range(tokens):
             position = token_position[start + i]
             if position < topk:

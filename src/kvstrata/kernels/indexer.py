@@ -39,6 +39,7 @@ def index_topk(
     """
     width = q.shape[2]
     assert cache.shape[1] == plan.block_tokens
+    assert plan.highest_block < cache.shape[0], "a block beyond the cache"
     assert cache.shape[2] == width + (SCALE_BYTES if quantised else 0)
     assert 0 < topk <= out.shape[1]
     assert plan.tokens <= min(q.shape[0], out.shape[0])
@@ -58,6 +59,6 @@ def index_topk(
             topk,
             positions.numpy(),
         )
-        run_shares(lambda i, n, a=arguments: index_tiles(i, n, *a), tiles.stop - tiles.start)
+        run_shares(index_tiles, arguments, shares=tiles.stop - tiles.start)
     if not direct:
         target.copy_(positions)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-def run_shares(work: Callable[[int, int], None], shares: int) -> None:
-    """Call work(worker, workers) for every worker, the caller being worker 0, and wait for all.
+def run_shares(kernel: Callable[..., None], arguments: tuple[Any, ...], *, shares: int) -> None:
+    """Call kernel(worker, workers, *arguments) for every worker, the caller being worker 0; wait for all.
 
-    At most torch's own thread count, and never more than `shares`. Threads live for one call: starting
-    one costs some 50 us, and nothing is left behind that could spin beside torch's pool.
+    Worker i of n takes shares i, i + n, i + 2n ... There are at most torch's own thread count of
+    workers. Threads live for one call: starting one costs some 50 us, and nothing is left behind that
+    could spin beside torch's pool. The first failure of any worker is raised here.
     """
     workers = max(1, min(shares, torch.get_num_threads()))
     if workers == 1:
-        work(0, 1)
+        kernel(0, 1, *arguments)
         return
     failures: list[BaseException] = []
     cpus = _cpus_of_pool(workers)
@@ -26,7 +28,7 @@ def run_shares(work: Callable[[int, int], None], shares: int) -> None:
         try:
             if cpus:
                 os.sched_setaffinity(0, cpus)
-            work(worker, workers)
+            kernel(worker, workers, *arguments)
         except BaseException as failure:
             failures.append(failure)
 
@@ -34,7 +36,7 @@ def run_shares(work: Callable[[int, int], None], shares: int) -> None:
     for thread in threads:
         thread.start()
     try:
-        work(0, workers)
+        kernel(0, workers, *arguments)
     finally:
         for thread in threads:
             thread.join()
