@@ -56,12 +56,13 @@ def build_bundles(specs: Iterable[ComponentSpec]) -> tuple[Bundle, ...]:
     by_index: dict[int, dict[Component, ComponentSpec]] = {}
     for spec in specs:
         parts = by_index.setdefault(spec.layer.index, {})
-        other = parts.setdefault(spec.layer.component, spec)
-        if other is not spec:
+        other = parts.get(spec.layer.component)
+        if other is not None:
             raise LayoutError(
                 f"{other.name!r} and {spec.name!r} are both the {spec.layer.component.value} cache "
                 f"of layer {spec.layer.index}"
             )
+        parts[spec.layer.component] = spec
     return tuple(_bundle(index, by_index[index]) for index in sorted(by_index))
 
 

@@ -1,0 +1,274 @@
+"""Every knob: what it takes, what it refuses, and that an error names the knob, its value and the fix."""
+
+import dataclasses
+import json
+
+import pytest
+
+from kvstrata.config import (
+    GB,
+    AdditionalConfig,
+    ConnectorConfig,
+    LayerwiseConfig,
+    SparseOffloadConfig,
+    StoreConfig,
+    TransferConfig,
+    parse_additional_config,
+    parse_connector_config,
+)
+from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
+
+WHOLE_TYPES = [True, "2", 2.0, [2], {}]
+NUMBER_TYPES = [True, "2", [2], {}]
+NUMBER_VALUES = [0, -1, 0.0, float("nan"), float("inf"), 10**400]
+FLAG_TYPES = ["false", "true", 0, 1, None, []]
+WORD_TYPES = [True, 3, None, ["local"]]
+
+# knob -> (accepted as given, of a wrong type, out of range)
+CONNECTOR = {
+    "use_layerwise": ([True, False], FLAG_TYPES, []),
+    "layerwise_num_shared_buffers": ([1, 6, 1000, None], WHOLE_TYPES, [0, -1]),
+    "layerwise_independent_layers": (["all"], [27, "1,4", None, True, [True], ["1"], [1.0], [[1]], {}], []),
+    "layerwise_prefetch_layers": ([0, 8, None], WHOLE_TYPES, [-1]),
+    "host_memory_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
+    "backend": (["none", "local"], WORD_TYPES, ["", "Local", "redis"]),
+    "store_path": (["/dev/shm/x", None], [True, 3, ["x"]], ["", "a\0b"]),
+    "store_size_GB": ([0.25, 3], [*NUMBER_TYPES, None], NUMBER_VALUES),
+    "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b"]),
+    "store_spill_size_GB": ([8], [*NUMBER_TYPES, None], NUMBER_VALUES),
+    "store_lease_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
+    "transfer_backend": (["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"], WORD_TYPES, ["", "rdma"]),
+    "memfabric_transfer_protocol": (["sdma", "device_rdma", "device_urma"], WORD_TYPES, ["", "host_rdma"]),
+    "kv_port": ([1, 20001, 65535, None], WHOLE_TYPES, [0, -1, 65536]),
+    "deadline_s": ([0.5, 120], [*NUMBER_TYPES, None], NUMBER_VALUES),
+}
+SPARSE = {
+    "enabled": ([False], FLAG_TYPES, []),
+    "topk_buffer_size": ([1, 4096, None], WHOLE_TYPES, [0, -1]),
+    "dram_size_per_dp_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
+    "keep_device_kv_cache": ([True, False], FLAG_TYPES, []),
+}
+OWN = {"indexer_cache_dtype": (["auto", "int8"], WORD_TYPES, ["", "fp8"])}
+TOP = {"enable_kvpp": ([False], FLAG_TYPES, [])}
+
+
+def connector(**given):
+    """Parse with layerwise on, as most of its knobs need."""
+    return parse_connector_config({"use_layerwise": True} | given)
+
+
+def flat(config):
+    """Return every knob of a configuration by name, groups inside it included."""
+    found = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        found |= flat(value) if dataclasses.is_dataclass(value) else {item.name: value}
+    return found
+
+
+# section -> (its knobs, how a value is given, what an error calls it)
+SECTIONS = {
+    "connector": (CONNECTOR, lambda name, value: connector(**{name: value}), "{}"),
+    "sparse": (
+        SPARSE,
+        lambda name, value: parse_additional_config({"sparse_kv_offload_config": {name: value}}),
+        "sparse_kv_offload_config.{}",
+    ),
+    "own": (OWN, lambda name, value: parse_additional_config({"kvstrata": {name: value}}), "kvstrata.{}"),
+    "top": (TOP, lambda name, value: parse_additional_config({name: value}), "{}"),
+}
+
+
+def cases(column):
+    return [
+        pytest.param(section, name, value, id=f"{section}-{name}-{value!r:.12}".replace("\0", "NUL"))
+        for section, (knobs, _, _) in SECTIONS.items()
+        for name, columns in knobs.items()
+        for value in columns[column]
+    ]
+
+
+def test_every_knob_is_in_these_tables():
+    connector_groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
+    assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR)
+    assert {k.name for k in SparseOffloadConfig.knobs()} == set(SPARSE)
+    assert {k.name for k in AdditionalConfig.knobs()} == set(OWN) | set(TOP)
+
+
+@pytest.mark.parametrize(("section", "name", "value"), cases(0))
+def test_a_legal_value_is_kept(section, name, value):
+    assert flat(SECTIONS[section][1](name, value))[name] == value
+
+
+@pytest.mark.parametrize(("section", "name", "value"), cases(1))
+def test_a_wrong_type_is_refused_by_name(section, name, value):
+    _, parse, called = SECTIONS[section]
+    with pytest.raises(ConfigurationTypeError) as caught:
+        parse(name, value)
+    message = str(caught.value)
+    assert message.startswith(f"{called.format(name)}={value!r} is of type {type(value).__name__}; set ")
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(("section", "name", "value"), cases(2))
+def test_a_wrong_value_is_refused_by_name(section, name, value):
+    _, parse, called = SECTIONS[section]
+    with pytest.raises(ConfigurationError) as caught:
+        parse(name, value)
+    assert str(caught.value).startswith(f"{called.format(name)}={value!r} is out of range; set ")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_defaults():
+    assert parse_connector_config({}) == ConnectorConfig()
+    assert flat(ConnectorConfig()) == {
+        "use_layerwise": False,
+        "layerwise_num_shared_buffers": None,
+        "layerwise_independent_layers": (0,),
+        "layerwise_prefetch_layers": None,
+        "host_memory_GB": None,
+        "backend": "local",
+        "store_path": None,
+        "store_size_GB": 1.0,
+        "store_spill_path": None,
+        "store_spill_size_GB": 8.0,
+        "store_lease_s": 30.0,
+        "transfer_backend": "auto",
+        "memfabric_transfer_protocol": "sdma",
+        "kv_port": None,
+        "deadline_s": 60.0,
+    }
+    assert parse_additional_config(None) == parse_additional_config({}) == AdditionalConfig()
+    assert flat(AdditionalConfig()) == {
+        "enabled": False,
+        "topk_buffer_size": None,
+        "dram_size_per_dp_GB": None,
+        "keep_device_kv_cache": False,
+        "enable_kvpp": False,
+        "indexer_cache_dtype": "auto",
+    }
+
+
+def test_a_launch_line_as_json():
+    text = """{"backend": "local", "use_layerwise": true, "layerwise_num_shared_buffers": 3,
+               "layerwise_independent_layers": [0, -1], "store_size_GB": 2}"""
+    config = parse_connector_config(json.loads(text))
+    assert config.layerwise.layerwise_independent_layers == (0, -1)
+    assert config.layerwise.prefetch_layers == 3
+    assert config.layerwise.reuses_buffers
+    assert config.store.store_size_bytes == 2 * GB
+    assert type(config.store.store_size_GB) is float
+
+
+@pytest.mark.parametrize("given", [[], [0], [3, 5, 10], [-1], (1, 2)])
+def test_independent_layers_become_a_tuple(given):
+    assert connector(layerwise_independent_layers=given).layerwise.layerwise_independent_layers == tuple(
+        given
+    )
+
+
+@pytest.mark.parametrize(
+    ("shared", "prefetch", "expected"), [(3, None, 3), (20, None, 8), (None, None, 8), (3, 0, 0), (3, 12, 12)]
+)
+def test_prefetch_default(shared, prefetch, expected):
+    config = connector(layerwise_num_shared_buffers=shared, layerwise_prefetch_layers=prefetch)
+    assert config.layerwise.prefetch_layers == expected
+
+
+def test_use_layerwise_without_shared_buffers_reuses_nothing():
+    assert not connector().layerwise.reuses_buffers
+    config = connector(layerwise_num_shared_buffers=2, layerwise_independent_layers="all")
+    assert not config.layerwise.reuses_buffers
+
+
+@pytest.mark.parametrize("name", ["layerwise_num_shared_buffers", "layerwise_prefetch_layers"])
+@pytest.mark.parametrize("off", [{}, {"use_layerwise": False}])
+def test_layerwise_knobs_without_layerwise_name_the_fix(name, off):
+    with pytest.raises(ConfigurationError, match=f"{name}=2 .*set use_layerwise to true, or remove {name}"):
+        parse_connector_config({name: 2} | off)
+
+
+def test_spill_size_without_spill_path_names_the_fix():
+    with pytest.raises(ConfigurationError, match=r"store_spill_size_GB=4 .*set store_spill_path"):
+        connector(store_spill_size_GB=4)
+    config = connector(store_spill_size_GB=4, store_spill_path="/var/tmp/x")
+    assert config.store.store_spill_size_bytes == 4 * GB
+    assert connector().store.store_spill_size_bytes == 0
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "memcache"])
+def test_backends_of_later_versions_are_refused_by_name(backend):
+    with pytest.raises(
+        UnsupportedError, match=f"backend='{backend}' is not available in this version; use 'local'"
+    ):
+        connector(backend=backend)
+
+
+def test_features_of_later_versions_are_refused_by_name():
+    with pytest.raises(
+        UnsupportedError, match=r"sparse_kv_offload_config\.enabled=true.*not in this version"
+    ):
+        parse_additional_config({"sparse_kv_offload_config": {"enabled": True}})
+    with pytest.raises(UnsupportedError, match=r"enable_kvpp=true.*not in this version"):
+        parse_additional_config({"enable_kvpp": True})
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("layerwise_num_shared_bufers", "did you mean 'layerwise_num_shared_buffers'"),
+        ("use_layer_wise", "did you mean 'use_layerwise'"),
+        ("Backend", "did you mean 'backend'"),
+        ("host_memory_gb", "did you mean 'host_memory_GB'"),
+        ("zzz", "known are backend, deadline_s, "),
+        (7, "known are"),
+    ],
+)
+def test_an_unknown_connector_key_suggests_the_closest(key, hint):
+    with pytest.raises(ConfigurationError) as caught:
+        parse_connector_config({key: 1})
+    assert f"kv_connector_extra_config holds the unknown key {key!r}; {hint}" in str(caught.value)
+
+
+def test_unknown_keys_inside_our_sections_are_refused():
+    with pytest.raises(
+        ConfigurationError, match="kvstrata holds the unknown key 'indexer_dtype'; did you mean"
+    ):
+        parse_additional_config({"kvstrata": {"indexer_dtype": "int8"}})
+    with pytest.raises(
+        ConfigurationError, match=r"sparse_kv_offload_config holds.*'topk_buffer'; did you mean"
+    ):
+        parse_additional_config({"sparse_kv_offload_config": {"topk_buffer": 4}})
+    # A knob of ours in the wrong object would otherwise be lost.
+    with pytest.raises(ConfigurationError, match="kvstrata holds the unknown key 'enable_kvpp'"):
+        parse_additional_config({"kvstrata": {"enable_kvpp": False}})
+
+
+def test_other_top_level_keys_belong_to_others():
+    assert parse_additional_config({"torchair_graph_config": {"enabled": 1}, "x": None}) == AdditionalConfig()
+
+
+@pytest.mark.parametrize("value", [None, "x", [], 3, True])
+def test_sections_must_be_objects(value):
+    for name in ("sparse_kv_offload_config", "kvstrata"):
+        with pytest.raises(ConfigurationTypeError, match=f"{name}=.*set a JSON object"):
+            parse_additional_config({name: value})
+    with pytest.raises(ConfigurationTypeError, match="kv_connector_extra_config="):
+        parse_connector_config(value)
+    if value is not None:
+        with pytest.raises(ConfigurationTypeError, match="additional_config="):
+            parse_additional_config(value)
+
+
+def test_a_group_checks_itself_however_it_is_made():
+    with pytest.raises(KVStrataError, match="use_layerwise"):
+        LayerwiseConfig(use_layerwise="false")
+    with pytest.raises(KVStrataError, match="store_lease_s"):
+        dataclasses.replace(StoreConfig(), store_lease_s=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StoreConfig().store_lease_s = 3
+
+
+def test_sizes_in_bytes():
+    assert connector(host_memory_GB=1.5).layerwise.host_memory_bytes == 3 << 29
+    assert connector().layerwise.host_memory_bytes is None
