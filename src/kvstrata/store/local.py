@@ -1,0 +1,378 @@
+"""The store of one host: shared memory for the bytes, lmdb for everything else.
+
+Crash safety: an object exists when its record has committed, never before, and its bytes were complete
+before that. A process killed at any point leaves at most a reservation and some leases, which name it;
+whoever needs room next finds it dead and takes the room back. See docs/store.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstrata.errors import ConfigurationError, DeadlineExceeded, StoreError
+from kvstrata.store import ledger
+from kvstrata.store.attachment import Attachment, attachments
+from kvstrata.store.base import (
+    ByteRange,
+    ReadLease,
+    Status,
+    StoreKey,
+    StoreStatistics,
+    WriteHandle,
+    check_range,
+    check_ranges,
+)
+from kvstrata.store.directory import StoreDirectory
+from kvstrata.store.eviction import Evictor, free_reservation
+from kvstrata.store.format import StoreParameters
+from kvstrata.store.index import IndexFull, IndexTransaction
+from kvstrata.store.integrity import check_index
+from kvstrata.store.ledger import Ledger
+from kvstrata.store.processes import Liveness
+from kvstrata.store.records import ObjectRecord, Place
+from kvstrata.store.summary import Unsaved, summarise
+from kvstrata.store.writes import OpenWrites
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 60.0
+LOCK_TIMEOUT_S = 5.0
+
+
+class LocalStore:
+    """Implements `Store` for the processes of one host. Open it in each process, after any fork."""
+
+    def __init__(
+        self, attachment: Attachment, path: Path, *, clock: Callable[[], float], deadline_s: float
+    ) -> None:
+        """Use `open` or `attach`."""
+        self._attachment = attachment
+        self._path = path
+        self._files = attachment.files
+        self._clock = clock
+        self._ledger = Ledger(
+            Evictor(self._files.arena, self._files.spill), attachment.holder, deadline_us=_to_us(deadline_s)
+        )
+        self._writes = OpenWrites()
+        self._unsaved = Unsaved()
+        self._close_lock = threading.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        size_bytes: int,
+        spill_path: str | Path | None = None,
+        spill_size_bytes: int = 0,
+        clock: Callable[[], float] = time.time,
+        deadline_s: float = DEADLINE_S,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> LocalStore:
+        """Open the store in directory `path`, making it first if there is none.
+
+        `size_bytes` of memory are taken when the store is made. `spill_path` is a directory on disk.
+        A store made with other sizes is left as it is: `ConfigurationError` names both. `clock` is wall
+        clock time, the same for all processes. A reservation older than `deadline_s` counts as
+        quarantined; it also bounds the wait for another process that is just making the store.
+        `lock_timeout_s` bounds every other wait for the store's lock; then calls answer BACKEND_DOWN.
+
+        Raises also `StoreUnavailable`, `StoreFormatError` and `DeadlineExceeded`.
+        """
+        parameters = StoreParameters.checked(size_bytes, spill_path, spill_size_bytes)
+        directory = StoreDirectory(Path(path), lock_timeout_s=lock_timeout_s)
+        attachment = attachments.attach(
+            Path(path), lambda: directory.open_or_create(parameters, deadline_s=deadline_s)
+        )
+        store = cls(attachment, Path(path), clock=clock, deadline_s=deadline_s)
+        try:
+            directory.check_agreement(attachment.files.parameters, parameters)
+            with store._write("clean up after dead processes") as changes:
+                store._ledger.sweep(changes, now_us=store._now_us(), is_alive=Liveness())
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def attach(
+        cls,
+        path: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        deadline_s: float = DEADLINE_S,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> LocalStore:
+        """Open a store with the sizes it was made with; `StoreUnavailable` when there is none."""
+        directory = StoreDirectory(Path(path), lock_timeout_s=lock_timeout_s)
+        attachment = attachments.attach(Path(path), lambda: directory.open_existing(deadline_s=deadline_s))
+        return cls(attachment, Path(path), clock=clock, deadline_s=deadline_s)
+
+    @staticmethod
+    def delete(path: str | Path, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        """Delete a store's files, readable or not; `StoreUnavailable` while a process uses it."""
+        StoreDirectory(Path(path), lock_timeout_s=lock_timeout_s).delete()
+
+    def contains(self, keys: Sequence[StoreKey]) -> list[Status]:
+        with self._call():
+            try:
+                with self._files.index.read() as view:
+                    return [Status.MISSING if view.find(key) is None else Status.OK for key in keys]
+            except _FAULTS as error:
+                return [self._down("contains", error)] * len(keys)
+
+    def acquire(self, keys: Sequence[StoreKey], *, ttl_s: float) -> list[ReadLease | Status]:
+        ttl_us = _ttl_us(ttl_s)
+        with self._call():
+            try:
+                with self._files.index.read() as view:
+                    has_any = any(view.find(key) is not None for key in keys)
+                if not has_any:  # the common case of a new prompt: no need to wait for other writers
+                    self._unsaved.add_misses(len(keys))
+                    return [Status.MISSING] * len(keys)
+                now_us = self._now_us()
+                with self._write("acquire leases") as changes:
+                    return [self._ledger.leased(changes, key, ttl_us=ttl_us, now_us=now_us) for key in keys]
+            except _FAULTS as error:
+                return [self._down("acquire", error)] * len(keys)
+
+    def renew(self, leases: Sequence[ReadLease], *, ttl_s: float) -> list[ReadLease | Status]:
+        ttl_us = _ttl_us(ttl_s)
+        with self._call():
+            try:
+                now_us = self._now_us()
+                with self._write("renew leases") as changes:
+                    return [ledger.renewed(changes, lease, ttl_us=ttl_us, now_us=now_us) for lease in leases]
+            except _FAULTS as error:
+                return [self._down("renew", error)] * len(leases)
+
+    def release(self, leases: Sequence[ReadLease]) -> None:
+        with self._call():
+            try:
+                with self._write("release leases") as changes:
+                    for lease in leases:
+                        changes.delete_lease(lease.generation, lease.lease_id)
+            except _FAULTS as error:
+                self._down("release", error)  # they expire
+
+    def read(self, lease: ReadLease, ranges: Sequence[ByteRange]) -> Status:
+        check_ranges(lease.size_bytes, ranges)
+        with self._call():
+            try:
+                with self._files.index.read() as view:
+                    record = ledger.leased_object(view, lease, now_us=self._now_us())
+                if record is not None and self._copied(record, ranges):
+                    with self._files.index.read() as view:
+                        after = view.find(lease.key)
+                    if after is not None and after.generation == lease.generation:
+                        return Status.OK
+                elif record is not None:
+                    self._drop_corrupt(lease)
+                self._unsaved.add_stale_read()
+                return Status.MISSING
+            except _FAULTS as error:
+                return self._down("read", error)
+
+    def reserve(self, key: StoreKey, size_bytes: int, layout: str) -> WriteHandle | Status:
+        self._check_size(size_bytes)
+        with self._call():
+            try:
+                with self._files.index.read() as view:
+                    if view.find(key) is not None:
+                        return Status.EXISTS
+                with self._write("reserve room") as changes:
+                    made = self._ledger.reserved(changes, key, size_bytes, layout, now_us=self._now_us())
+            except IndexFull as error:
+                logger.warning("reserve: %s", error)
+                return Status.FULL
+            except _FAULTS as error:
+                return self._down("reserve", error)
+            if isinstance(made, Status):
+                return made
+            handle, extents = made
+            self._writes.add(handle, extents)
+            return handle
+
+    def write(self, handle: WriteHandle, offset: int, src_address: int, size_bytes: int) -> Status:
+        check_range(handle.size_bytes, offset, src_address, size_bytes)
+        with self._call():
+            extents = self._writes.begin(handle)
+            if extents is None:
+                return Status.MISSING
+            try:
+                self._files.arena.write(extents, offset, src_address, size_bytes)
+            finally:
+                if self._writes.end(handle, offset, size_bytes):
+                    self._give_up(handle.generation)
+            return Status.OK
+
+    def publish(self, handle: WriteHandle) -> Status:
+        with self._call():
+            try:
+                if self._writes.finish(handle) is Status.MISSING:
+                    return Status.MISSING
+            except StoreError:
+                self.abandon(handle)
+                raise
+            try:
+                with self._write("publish an object") as changes:
+                    return self._ledger.published(changes, handle, now_us=self._now_us())
+            except IndexFull as error:
+                logger.warning("publish: %s", error)
+                self._give_up(handle.generation)
+                return Status.FULL
+            except _FAULTS as error:
+                self._give_up(handle.generation)
+                return self._down("publish", error)
+
+    def abandon(self, handle: WriteHandle) -> None:
+        with self._call():
+            if self._writes.abandon(handle.generation):
+                self._give_up(handle.generation)
+
+    def remove(self, keys: Sequence[StoreKey], *, force: bool = False) -> list[Status]:
+        with self._call():
+            try:
+                now_us, is_alive = self._now_us(), Liveness()
+                with self._write("remove objects") as changes:
+                    return [
+                        ledger.removed(changes, key, force=force, now_us=now_us, is_alive=is_alive)
+                        for key in keys
+                    ]
+            except _FAULTS as error:
+                return [self._down("remove", error)] * len(keys)
+
+    def clear(self, *, force: bool = False) -> int:
+        """As `Store.clear`; raises `StoreError` or `DeadlineExceeded` when the index does not answer."""
+        with self._call():
+            now_us, is_alive = self._now_us(), Liveness()
+            with self._write("clear the store") as changes:
+                self._ledger.sweep(changes, now_us=now_us, is_alive=is_alive)
+                return ledger.cleared(changes, force=force, now_us=now_us, is_alive=is_alive)
+
+    def statistics(self) -> StoreStatistics:
+        """As `Store.statistics`; what other processes counted since their last write is not in yet."""
+        with self._call(), self._files.index.read() as view:
+            return summarise(view, self._files.parameters, self._unsaved, self._now_us())
+
+    def check_integrity(self) -> None:
+        with self._call(), self._files.index.read() as view:
+            parameters = self._files.parameters
+            check_index(
+                view,
+                self._path,
+                capacity_bytes=parameters.size_bytes,
+                spill_bytes=parameters.spill_size_bytes,
+            )
+
+    def prefault(self) -> None:
+        """Map all of the memory now, about a second a GiB, so that the first copies run at full speed."""
+        with self._call():
+            self._files.arena.prefault()
+
+    def close(self) -> None:
+        with self._close_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._attachment.check_process()
+        for generation in self._writes.generations():
+            if self._writes.abandon(generation):
+                self._give_up(generation)
+        try:
+            self._save_unsaved()
+        finally:
+            self._attachment.leave()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """The frame of every public call: not closed, not forked, files kept open until it ends."""
+        with self._attachment.call():
+            if self._is_closed:
+                raise StoreError(f"the store in {self._path} was closed")
+            yield
+
+    @contextmanager
+    def _write(self, waiting_to: str) -> Iterator[IndexTransaction]:
+        """A write transaction that also brings in what this process has not saved yet."""
+        with self._unsaved.taken() as taken, self._files.index.write(waiting_to) as changes:
+            changes.counters.misses += taken.misses
+            changes.counters.stale_reads += taken.stale_reads
+            for generation in taken.given_up:
+                reservation = changes.reservation(generation)
+                if reservation is not None:
+                    free_reservation(changes, generation, reservation)
+                    changes.counters.abandoned += 1
+            yield changes
+
+    def _save_unsaved(self) -> None:
+        try:
+            with self._write("give back room"):
+                pass
+        except _FAULTS as error:
+            self._down("give back room", error)  # kept, and tried again with the next write
+
+    def _give_up(self, generation: int) -> None:
+        """Give back the room of a reservation on which nobody writes any more."""
+        self._unsaved.add_given_up(generation)
+        self._save_unsaved()
+
+    def _copied(self, record: ObjectRecord, ranges: Sequence[ByteRange]) -> bool:
+        if record.place is Place.ARENA:
+            for item in ranges:
+                self._files.arena.read(record.extents, item.offset, item.dst_address, item.size_bytes)
+            return True
+        spill = self._files.spill
+        assert spill is not None, "objects are spilled only where there is a spill file"
+        return all(
+            spill.read(
+                record.extents,
+                record.checksums,
+                record.size_bytes,
+                item.offset,
+                item.dst_address,
+                item.size_bytes,
+            )
+            for item in ranges
+        )
+
+    def _drop_corrupt(self, lease: ReadLease) -> None:
+        with self._write("drop a corrupt object") as changes:
+            if ledger.dropped_as_corrupt(changes, lease):
+                logger.warning("a spilled object failed its checksum and was dropped: %s", lease.key)
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes <= 0:
+            raise ValueError(f"an object has at least one byte, not {size_bytes}")
+        capacity_bytes = self._files.parameters.size_bytes
+        if size_bytes > capacity_bytes:
+            raise ConfigurationError(
+                f"an object of {size_bytes} bytes can never fit into store_size_GB, which gives "
+                f"{capacity_bytes} bytes. Fix: raise store_size_GB."
+            )
+
+    def _down(self, call: str, error: Exception) -> Status:
+        logger.warning("the store does not answer to %s: %s", call, error)
+        return Status.BACKEND_DOWN
+
+    def _now_us(self) -> int:
+        return _to_us(self._clock())
+
+
+_FAULTS = (StoreError, DeadlineExceeded)
+
+
+def _ttl_us(ttl_s: float) -> int:
+    if not ttl_s > 0:
+        raise ValueError(f"a lease of {ttl_s} s is none")
+    return _to_us(ttl_s)
+
+
+def _to_us(seconds: float) -> int:
+    return int(seconds * 1e6)

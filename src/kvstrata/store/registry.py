@@ -1,0 +1,23 @@
+"""Store backends by the name that the knob `backend` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstrata.errors import ConfigurationError
+from kvstrata.store.base import Store
+from kvstrata.store.local import LocalStore
+
+_BACKENDS: dict[str, Callable[..., Store]] = {"local": LocalStore.open}
+
+
+def open_store(backend: str, **options: Any) -> Store:
+    """Open a store; `options` are those of the backend (local: see `LocalStore.open`).
+
+    Raises `ConfigurationError` for a backend that this version does not have.
+    """
+    if backend not in _BACKENDS:
+        known = ", ".join(sorted(_BACKENDS))
+        raise ConfigurationError(f"backend={backend!r} is not a store. Fix: use one of: {known}.")
+    return _BACKENDS[backend](**options)
