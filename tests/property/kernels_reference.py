@@ -47,7 +47,7 @@ class Paged:
 def page(
     requests: list[Request], rows: list[torch.Tensor], block_tokens: int, *, strided: bool, seed: int
 ) -> Paged:
-    """Scatter the rows over blocks in random order, among foreign blocks; strided leaves gaps between blocks."""
+    """Scatter the rows over blocks in random order, foreign ones among them; strided: gaps between blocks."""
     random = torch.Generator().manual_seed(seed)
     width, dtype = rows[0].shape[1], rows[0].dtype
     needed = [-(-r.length // block_tokens) for r in requests]
@@ -95,9 +95,7 @@ def attend(
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> list[float]:
     """One token's score of every key, float64; q [Hi, D], weights [Hi], keys [n, D]."""
     return [
-        sum(
-            float(weights[h]) * max(float(q[h].double() @ key.double()), 0.0) for h in range(q.shape[0])
-        )
+        sum(float(weights[h]) * max(float(q[h].double() @ key.double()), 0.0) for h in range(q.shape[0]))
         for key in keys
     ]
 

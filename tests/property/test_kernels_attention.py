@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +161,7 @@ def test_chunking_company_and_layout_change_no_bit(
     sparse = sparse_mla(q, whole.cache, plan, chosen, scale=0.1, kv_lora_rank=64)
 
     edges = [0, *sorted({c for c in cuts if c < length}), length]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         # Each chunk runs behind another request's five tokens.
         batch = [Request(history=30, new=5), Request(history=low, new=high - low)]
         other = torch.randn(35, 80).to(dtype)

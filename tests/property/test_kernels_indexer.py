@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_selection_is_exact_and_ties_go_to_the_lower_position(
         assert got[t].tolist() == padded(best(scores, topk), topk)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     batch=requests(max_history=150, max_new=6),
     dtype=dtypes,
@@ -95,7 +97,7 @@ def test_selection_of_real_scores_leaves_nothing_better_behind(
     batch: list[Request], dtype: torch.dtype, topk: int, quantised: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    keys = [torch.randn(r.length, 64) for r in batch]
+    keys = [torch.randn(r.length, 24) for r in batch]
     if quantised:
         stored = [pack(k) for k in keys]
         seen = [naive_round_trip(k) for k in keys]
@@ -103,7 +105,7 @@ def test_selection_of_real_scores_leaves_nothing_better_behind(
         stored = seen = [k.to(dtype) for k in keys]
     paged = page(batch, stored, 16, strided=True, seed=seed)
     tokens = paged.tokens()
-    q = torch.randn(len(tokens), 4, 64).to(dtype)
+    q = torch.randn(len(tokens), 4, 24).to(dtype)
     weights = torch.randn(len(tokens), 4)
     got = select(paged, q, weights, topk, quantised=quantised)
     for t, (request, position) in enumerate(tokens):
@@ -146,7 +148,7 @@ def test_quantised_rows_are_within_half_a_step(
     error = (values.double() * scale[:, None].double() - k.double()).abs()
     # A scale below float32's normal range is itself coarse: up to 127 half-steps of 2 ** -149.
     assert (error <= scale[:, None].double() * 0.50001 + 127 * 2.0**-149).all()
-    if 2.0**-100 < 2.0**exponent and dtype == torch.float32:
+    if 2.0**exponent > 2.0**-100 and dtype == torch.float32:
         assert (values.abs().amax(dim=1) == 127).all() or rows == 0
 
 
@@ -182,7 +184,7 @@ def test_chunked_and_whole_prefill_select_the_same_rows(
     whole = page([Request(history=0, new=length)], [rows], 128, strided=False, seed=seed)
     want = select(whole, q, weights, topk, quantised=quantised, tile_tokens=tiles[0])
     edges = [0, *sorted({c for c in cuts if c < length}), length]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         batch = [Request(history=9, new=3), Request(history=low, new=high - low)]
         part = page(batch, [rows[:1].repeat(12, 1), rows[:high]], 7, strided=True, seed=seed + 1)
         q_part = torch.cat((q[:1].repeat(3, 1, 1), q[low:high]))

@@ -25,10 +25,3 @@ def write_quantised_rows(cache: torch.Tensor, k: torch.Tensor, slot_mapping: tor
     values, scale = quantise_rows(k[: slot_mapping.shape[0]])
     packed = torch.cat((values.view(torch.uint8), scale[:, None].view(torch.uint8)), dim=1)
     write_rows(cache, packed, slot_mapping)
-
-
-def dequantise_rows(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of the page layout: [..., D + 4] uint8 -> [..., D] float32."""
-    values = packed[..., :-SCALE_BYTES].view(torch.int8).float()
-    scale = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return values * scale
