@@ -42,8 +42,9 @@ e2e: $(READY) ## Tests that start real vLLM engines
 bench: $(READY) ## Layerwise prefill against plain vLLM and memcpy; leaves build/bench-layerwise.json
 	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
 
-docs: $(READY) ## Write docs/cli.md anew from the commands themselves
-	$(BIN)/python -m tests.unit.test_docs_cli
+docs: $(READY) ## Write the generated pages anew: docs/cli.md, docs/configuration.md
+	$(BIN)/python -m kvstrata.cli_docs > docs/cli.md
+	$(BIN)/python -m kvstrata.config_docs > docs/configuration.md
 
 clean: ## Remove build results and caches; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

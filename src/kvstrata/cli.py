@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvstrata import __version__
 from kvstrata.errors import KVStrataError
+from kvstrata.store.cli import app as store_app
 
 if TYPE_CHECKING:
     from kvstrata.doctor import Diagnosis
@@ -35,6 +36,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(store_app, name="store")
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to FILE as JSON.")
@@ -121,8 +123,8 @@ def doctor_command(
 @bench_app.command("layerwise")
 def bench_layerwise_command(
     json_file: JsonFile = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each side; they alternate.")] = 7,
-    prompt_tokens: Annotated[int, typer.Option(min=64, help="Length of the prompt.")] = 2000,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed runs of each side; they alternate.")] = 7,
+    prompt_tokens: Annotated[int, typer.Option(min=64, metavar="N", help="Length of the prompt.")] = 2000,
     log: Annotated[Path, typer.Option(metavar="FILE", help="Where the engines' own output goes.")] = Path(
         "build/bench-layerwise.log"
     ),

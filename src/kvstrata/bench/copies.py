@@ -1,6 +1,6 @@
 """Copies of one layer between its layer buffer and the host pool, against memcpy in the same run.
 
-The layer is one of DeepSeek-V3.2 in bf16 with a prefix of 32 K tokens, 42 MB; the copies that take turns touch
+The layer is one of DeepSeek-V3.2 in bf16 with a prefix of 32 K tokens, 42 MB; the copies taking turns touch
 250 MB together. The prefix lies in every second block, as after some turnover, so that no two of its blocks
 can be merged into one copy.
 """

@@ -97,9 +97,11 @@ class Engine:
 
     def refusal(self, prompt: Sequence[int]) -> str | None:
         """Return vLLM's own words if it does not take this prompt, None if it does (and has then run it)."""
+        from vllm.exceptions import VLLMValidationError
+
         try:
             self.answer(prompt, max_new_tokens=1)
-        except ValueError as error:  # vLLM's validation errors are ValueErrors
+        except VLLMValidationError as error:
             return str(error)
         return None
 
