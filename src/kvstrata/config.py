@@ -207,6 +207,12 @@ class AdditionalConfig(Knobs):
         'Indexer cache: "auto", the model\'s dtype; "int8", with a scale per row.',
         section=_OWN,
     )
+    fault: Literal["none", "skip_loads"] = knob(
+        Word(("none", "skip_loads")),
+        "none",
+        'Test aid: "skip_loads" drops every load from host memory, so that answers must go wrong.',
+        section=_OWN,
+    )
 
     def _check_together(self) -> None:
         if self.enable_kvpp:

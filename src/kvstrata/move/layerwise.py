@@ -1,4 +1,4 @@
-"""Layerwise offload of one rank: whole layers pass through a few physical buffers, their home is the host pool.
+"""Layerwise offload of one rank: layers pass through a few physical buffers, their home is the host pool.
 
 The lifecycle of a layer in a forward (seed: Layerwise Prefill Offload, Execution pipeline)::
 
@@ -96,7 +96,7 @@ class LayerwisePipeline:
         self._statistics = LayerwiseStatistics()
 
     def begin_step(self, arrivals: Mapping[int, CopyToken] | None = None) -> None:
-        """Start a forward. ``arrivals`` maps a layer to the token after which its home holds external rows."""
+        """Start a forward; ``arrivals`` maps layers to tokens after which their homes hold external rows."""
         assert not self._loading, "a load outlived its step"
         assert not self._saving, "a save outlived its step"
         self._step += 1
@@ -125,7 +125,7 @@ class LayerwisePipeline:
         self._settle_saves_of(self._plan.slot_of(layer))
 
     def release(self, layer: int, blocks: StepBlocks) -> None:
-        """Save the rows this forward wrote, then prefetch; the slot belongs to ``layer`` until the save ends."""
+        """Save the rows this forward wrote, then prefetch; the slot stays ``layer``'s until the save ends."""
         self._held.discard(layer)
         if layer in self._moving:
             self._start_save(layer, blocks)

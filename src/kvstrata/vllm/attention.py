@@ -115,9 +115,7 @@ class KVStrataSparseMLAImpl(KVStrataMLAImpl):
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: KVStrataMetadata) -> torch.Tensor:
         topk = self.topk_indices_buffer
         assert topk is not None, "vLLM gives every sparse layer the shared top-k buffer"
-        return sparse_mla(
-            q, cache, metadata.plan, topk, scale=self.scale, kv_lora_rank=self.kv_lora_rank
-        )
+        return sparse_mla(q, cache, metadata.plan, topk, scale=self.scale, kv_lora_rank=self.kv_lora_rank)
 
 
 def forward_metadata(layer_name: str) -> KVStrataMetadata | None:

@@ -47,7 +47,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM makes one object in the scheduler's process and one in every worker; each drives its own half.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = Settings.of(vllm_config)
         if self._settings.connector is None:
@@ -111,7 +113,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Too late for shared buffers, where rows are written first; see :mod:`kvstrata.vllm.hooks`."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Saves start from kvstrata's own hooks, which see the indexer cache too."""
 
     def wait_for_save(self) -> None:
@@ -207,7 +211,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 class RemoteConnector(KVStrataConnector):
     """The seeds' remote half; refused by name until it exists."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         raise UnsupportedError(
             "SfaRemoteD2HConnector: remote read between prefill and decode engines is not in this version; "
             "use KVStrataConnector or AscendStoreConnector for layerwise prefill offload and the store"

@@ -58,11 +58,13 @@ class DataPath:
         self._engine: CopyEngine = engine_for(device.type)
         moving = (
             DroppingEngine(self._engine, lanes={LOAD_LANE})
-            if getattr(settings.additional, "fault", "none") == "skip_loads"
+            if settings.additional.fault == "skip_loads"
             else self._engine
         )
         self._host = (
-            HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(), layers=hosted) if hosted else None
+            HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(), layers=hosted)
+            if hosted
+            else None
         )
         self._pipeline = LayerwisePipeline(
             plan=layout.plan,
@@ -201,9 +203,7 @@ def _blocks(metadata: KVStrataMetadata) -> StepBlocks:
     return metadata.blocks
 
 
-def _windows(
-    layout: Layout, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[tuple[int, Component], PageView]:
+def _windows(layout: Layout, kv_caches: Mapping[str, torch.Tensor]) -> dict[tuple[int, Component], PageView]:
     return {
         (layer.index, layer.component): PageView.of_tensor(kv_caches[name])
         for name, layer in layout.layer_of.items()

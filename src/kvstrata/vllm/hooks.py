@@ -1,4 +1,4 @@
-"""The point where a layer's attention meets the data path: acquire before its first cache access, release after.
+"""Where a layer's attention meets the data path: acquire before its first cache access, release after.
 
 Hooks are called from inside opaque custom ops, so they run in eager and in compiled mode alike, and they
 are silent without attention metadata (profiling, warm-up, dummy runs): no caller calls them then.

@@ -111,8 +111,8 @@ def place_tensors(kv_cache_config: KVCacheConfig, layout: Layout) -> KVCacheConf
 def _component(name: str, spec: Any) -> Component:
     if not isinstance(spec, MLAAttentionSpec):
         raise UnsupportedError(
-            f"cache {name!r} is a {type(spec).__name__}, not MLA: hybrid KV cache layouts are not supported by "
-            "kvstrata's connector; serve a model with MLA layers only, or remove kv_connector"
+            f"cache {name!r} is a {type(spec).__name__}, not MLA: hybrid KV cache layouts are not supported "
+            "by kvstrata's connector; serve a model with MLA layers only, or remove kv_connector"
         )
     return Component.INDEXER if spec.cache_role is SparseCacheRole.INDEXER else Component.MAIN
 

@@ -121,7 +121,9 @@ def _kvstrata_indexer_fake(
     return None
 
 
-def run_indexer(indexer: Any, hidden: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rope: Any) -> None:
+def run_indexer(
+    indexer: Any, hidden: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rope: Any
+) -> None:
     """Project, rotate and hand over to the indexer op (DeepSeek-V3.2, lightning indexer)."""
     head_dim, rope_dim, heads = indexer.head_dim, indexer.rope_dim, indexer.n_head
     q = indexer.wq_b(qr)[0].view(-1, heads, head_dim)

@@ -7,6 +7,7 @@ fault is worked round: ``ops.rotary_embedding`` mis-rotates a 3-D query when key
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -73,6 +74,21 @@ class KVStrataCpuPlatform(CpuPlatform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker"):
             parallel.worker_cls = _WORKER
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Let vLLM replace its Triton kernels although numba is loaded.
+
+        Stock fault: vLLM looks into every object of every module, and llvmlite's library proxy answers any
+        attribute name with a function, which stops that search. Its modules are out of sight meanwhile.
+        """
+        hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
+        for name in hidden:
+            del sys.modules[name]
+        try:
+            super().register_triton_kernel_overrides()
+        finally:
+            sys.modules.update(hidden)
 
 
 def serves_mla(vllm_config: VllmConfig) -> bool:

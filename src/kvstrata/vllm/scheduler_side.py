@@ -50,7 +50,7 @@ class _Tracked:
 
 
 class StoreScheduler:
-    """Answers vLLM's scheduler from the store. Lives in the scheduler's process, called by its thread only."""
+    """Answers vLLM's scheduler from the store. Lives in its process, called by its thread only."""
 
     def __init__(
         self, *, store: Store, namespace: str, ranks: Sequence[str], block_tokens: int, lease_s: float

@@ -1,4 +1,4 @@
-"""What the launch asked kvstrata for, read once from vLLM's configuration, and what it may be combined with."""
+"""What the launch asked kvstrata for, read once from vLLM's configuration; what it may be combined with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONNECTOR_NAMES = STORE_CONNECTORS + REMOTE_CONNECTORS
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """kvstrata's share of a launch: the connector's configuration, if one is named, and the additional one."""
+    """kvstrata's share of a launch: the connector's configuration, if one is named, and the additional."""
 
     connector: ConnectorConfig | None
     additional: AdditionalConfig
@@ -45,11 +45,6 @@ class Settings:
             additional=parse_additional_config(additional),
         )
 
-    @property
-    def reuses_layers(self) -> bool:
-        """Whether layers are asked to share physical buffers."""
-        return self.connector is not None and self.connector.layerwise.layerwise_num_shared_buffers is not None
-
     def refuse_model(self, vllm_config: VllmConfig, why: str) -> None:
         """Refuse a model that the connector cannot serve, naming the model and the way out."""
         model = vllm_config.model_config
@@ -69,7 +64,9 @@ class Settings:
         assert transfer is not None
         if transfer.kv_load_failure_policy == "fail":
             transfer.kv_load_failure_policy = "recompute"
-            logger.info("kv_load_failure_policy set to 'recompute': a block missing in the store is recomputed")
+            logger.info(
+                "kv_load_failure_policy set to 'recompute': a block missing in the store is recomputed"
+            )
 
 
 def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:

@@ -16,7 +16,6 @@ from kvstrata.core.budget import Budget, check_allocation, layerwise_budget
 from kvstrata.memory.host_pool import host_page_bytes
 from kvstrata.move.layerwise import hosted_layers
 
-from .connector import find_connector
 from .layout import Layout, place_tensors, plan_layout, specs_of
 from .settings import Settings
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import CompilationTimes
 
 logger = init_logger("vllm.kvstrata.worker")
-
-GIB = 1 << 30
 
 
 class KVStrataCPUWorker(CPUWorker):
@@ -41,11 +38,10 @@ class KVStrataCPUWorker(CPUWorker):
         if settings.connector is None:
             return available_bytes
         layout = plan_layout(self.get_kv_cache_spec(), self.vllm_config, settings)
-        host_GB = settings.connector.layerwise.host_memory_GB
         self._budget = layerwise_budget(
             layout.plan,
             available_bytes=available_bytes,
-            host_bytes=None if host_GB is None else int(host_GB * GIB),
+            host_bytes=settings.connector.layerwise.host_memory_bytes,
             host_page_bytes=host_page_bytes(layout.plan.bundles, hosted_layers(layout.plan)),
         )
         logger.info("%s", describe_budget(self._budget, layout))
@@ -64,7 +60,7 @@ class KVStrataCPUWorker(CPUWorker):
         super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Work round a stock fault: eager pipeline stages assert on tensors that only a dummy run allocates."""
+        """Work round a stock fault: eager pipeline stages need tensors that only a dummy run allocates."""
         runner = self.model_runner
         if (
             self.parallel_config.pipeline_parallel_size > 1
@@ -77,6 +73,8 @@ class KVStrataCPUWorker(CPUWorker):
         """Return this rank's figures; empty without a kvstrata connector. For demo, bench and tests."""
         if not has_kv_transfer_group():
             return {}
+        from .connector import find_connector
+
         connector = find_connector(get_kv_transfer_group())
         return connector.figures() if connector is not None else {}
 
