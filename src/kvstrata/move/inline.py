@@ -48,15 +48,15 @@ class InlineLane:
         self.ledger.raise_untold()
 
     def run_until_idle(self) -> None:
-        """Run what is queued, in order, until nothing is left or the lane is held."""
-        while self._queue and not self.held:
-            self._runner.run(self._queue.popleft(), may_start=lambda _: True)
+        """Run what is queued, in order, until nothing is left or nothing can run."""
+        while self._advance():
+            pass
 
     def close(self) -> str | None:
         """Run what can run and fail the rest. Returns the name of the operation that is stuck, if any."""
         self._closed = True
         self.run_until_idle()
-        stuck = str(self._queue[0].ticket) if self._queue else None
+        stuck = str(self._queue[0].ticket) if self._queue and self.held else None
         while self._queue:
             self._runner.abandon(self._queue.popleft(), TransferFailed("the copy engine was closed"))
         return stuck
@@ -77,8 +77,18 @@ class InlineLane:
         return ticket
 
     def _run_until_settled(self, ticket: Ticket, deadline_s: float) -> None:
-        while not self.held and not ticket.settled.is_set() and self._queue:
-            self._runner.run(self._queue.popleft(), may_start=lambda _: True)
+        while not ticket.settled.is_set() and self._advance():
+            pass
+
+    def _advance(self) -> bool:
+        """Run the first operation; False if there is none, or it or what it comes after is held."""
+        if self.held or not self._queue:
+            return False
+        for token in self._queue[0].after:
+            if isinstance(token, Ticket) and not token.try_settle():
+                return False
+        self._runner.run(self._queue.popleft(), may_start=lambda _: True)
+        return True
 
 
 class InlineEngine:

@@ -151,6 +151,12 @@ class Ticket:
         self.failure = failure
         self.settled.set()
 
+    def try_settle(self) -> bool:
+        """Whether it is settled, after the engine did what it can without waiting."""
+        if not self.settled.is_set():
+            self._wait_until_settled(self, 0.0)
+        return self.settled.is_set()
+
     def outcome(self, deadline_s: float) -> Failure | None:
         """How it ended, without counting a failure as reported. Raises DeadlineExceeded."""
         if not self.settled.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstrata.errors import DeadlineExceeded, TransferFailed
+from kvstrata.errors import TransferFailed
 from kvstrata.move.engine import CopyToken
 from kvstrata.move.ledger import Failure, LaneLedger, Ticket
 from kvstrata.move.plan import CopyPlan
@@ -65,7 +65,7 @@ class Runner:
                         return failure
                 else:
                     token.wait(deadline_s=self.dependency_deadline_s, what=f"{operation.ticket}")
-        except (DeadlineExceeded, TransferFailed) as cause:
+        except BaseException as cause:  # a foreign token may raise anything
             return self.ledger.add_failure(str(operation.ticket), cause)
         finally:
             self.ledger.add_time(stalled_s=self.clock() - started_s)

@@ -91,8 +91,8 @@ class ThreadLane:
         assert counts.unreported <= counts.failures, f"lane {self.name!r}: {counts}"
         with self._changed:
             assert len(self._queue) <= counts.pending or self._closed_by is not None, f"lane {self.name!r}"
-            closed_by = self._closed_by
-        if closed_by is None and not self._thread.is_alive():
+            ended = self._closed_by is not None or not self._thread.is_alive()
+        if ended and not self._stopping:
             raise TransferFailed(f"the thread of copy lane {self.name!r} is gone")
 
     def _enqueue(
@@ -142,7 +142,8 @@ class ThreadLane:
                 del operation  # or the last plan's memory would live until the next one comes
         except BaseException as error:  # a defect outside the operation itself: tell everyone who waits
             logger.exception("the thread of copy lane %r died", self.name)
-            cause = error
+            cause = TransferFailed(f"its thread died ({type(error).__name__}: {error})")
+            cause.__cause__ = error
         finally:
             self._end(cause)
 
@@ -256,7 +257,7 @@ class ThreadEngine:
     def _bind(self, lane: ThreadLane, cpu_ids: Sequence[int]) -> None:
         try:
             lane.bind(cpu_ids)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             lane.refuse_new_work("its CPUs are not available")
             raise ConfigurationError(
                 f"cpu_ids = {list(cpu_ids)}: the system refuses to run copy threads there ({error}); "
