@@ -102,7 +102,8 @@ class HostPool:
     ) -> HostPool:
         """The pool that another process made of the same arguments.
 
-        Raises StoreUnavailable if it is gone and ValueError if its size is not that of these arguments.
+        Raises StoreUnavailable if it is gone, ValueError if its size is not that of these arguments, and
+        AssertionError if its guards are not where these arguments put them. It stays unpinned here.
         """
         parts, guards, size_bytes = _lay_out(bundles, num_blocks, layers)
         if handle.size_bytes != size_bytes:
@@ -114,7 +115,11 @@ class HostPool:
         pool = cls.__new__(cls)
         pool._bind(parts, guards, num_blocks, region, region.close)
         pool._pinned = False
-        pool.check_integrity()
+        try:
+            pool.check_integrity()
+        except AssertionError:
+            pool.close()
+            raise
         return pool
 
     @property
