@@ -14,6 +14,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# For DSA models vLLM turns torch.compile off, for the whole process, in favour of breakable CUDA graphs.
+os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -60,7 +62,7 @@ def transformers_tokens(model_of: ModelOf) -> TransformersTokens:
 
 @pytest.fixture(scope="session")
 def plain(model_of: ModelOf) -> PlainAnswers:
-    """Return what plain vLLM with our backend answers to a model's own prompts under some engine arguments."""
+    """Return what plain vLLM with our backend answers to a model's own prompts."""
     outcomes: dict[str, Outcome] = {}
 
     def get(name: str, **arguments: Any) -> Outcome:

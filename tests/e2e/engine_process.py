@@ -1,4 +1,4 @@
-"""Run an engine in a process of its own: a parallel one, a second one on the same store, or one without plugins.
+"""Run an engine in a process of its own: a parallel one, a second one on a store, one without plugins.
 
 `ask_in_new_process` starts `python engine_process.py JOB ANSWER`; both files are JSON.
 """

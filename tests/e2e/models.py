@@ -173,7 +173,7 @@ def build_seeded(name: str, root: Path) -> Model:
     import transformers
 
     recipe = RECIPES[name]
-    # By name: importing vLLM re-registers some model types, and the Auto classes would then pick another class.
+    # By name: importing vLLM re-registers some model types, and Auto classes would then pick another.
     model_class = getattr(transformers, recipe.architecture)
     model = model_class(model_class.config_class(**recipe.overrides)).to(torch.float32)
     _fill(model, torch.Generator().manual_seed(recipe.seed))
@@ -228,9 +228,35 @@ def trained_cases(*, longest_tokens: int = 520) -> list[dict[str, Any]]:
 
 
 LEDGER_NAMES = (
-    "tiger lion zebra horse mouse eagle robin raven shark whale otter panda "
-    "camel koala lemur moose bison goose finch heron crane viper cobra gecko"
-).split()
+    *(
+        "tiger",
+        "lion",
+        "zebra",
+        "horse",
+        "mouse",
+        "eagle",
+        "robin",
+        "raven",
+        "shark",
+        "whale",
+        "otter",
+        "panda",
+    ),
+    *(
+        "camel",
+        "koala",
+        "lemur",
+        "moose",
+        "bison",
+        "goose",
+        "finch",
+        "heron",
+        "crane",
+        "viper",
+        "cobra",
+        "gecko",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Greedy float32 answers of Hugging Face transformers: the reading of a checkpoint that shares no code with us."""
+"""Greedy float32 answers of Hugging Face transformers, which shares no code with us."""
 
 from __future__ import annotations
 
