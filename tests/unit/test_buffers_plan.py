@@ -309,6 +309,19 @@ def test_following_runs_drafts_last():
     assert plan.following(0, 99) == (1, 2, 3, 4)
 
 
+def test_drafts_run_last_whatever_their_number():
+    plan = plan_of([main_spec(0, draft=True), main_spec(1), main_spec(2)], None)
+    assert plan.execution_order == (1, 2, 0)
+    assert plan.following(2, 5) == (0,)
+
+
+def test_an_independent_layer_of_another_block_size_is_a_hybrid_layout():
+    specs = [main_spec(0, block_tokens=64), main_spec(1), main_spec(2)]
+    with pytest.raises(LayoutError, match=r"layer 0.*layer 1.*block_tokens is 64 and 16"):
+        plan_of(specs, 1)
+    assert not plan_of(specs, 1, "all").is_reused
+
+
 def test_describe_lists_every_slot_and_the_sums():
     plan = plan_of([main_spec(n) for n in range(4)] + [indexer_spec(2)], 1)
     lines = plan.describe().splitlines()

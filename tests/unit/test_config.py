@@ -48,7 +48,10 @@ SPARSE = {
     "dram_size_per_dp_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
     "keep_device_kv_cache": ([True, False], FLAG_TYPES, []),
 }
-OWN = {"indexer_cache_dtype": (["auto", "int8"], WORD_TYPES, ["", "fp8"])}
+OWN = {
+    "indexer_cache_dtype": (["auto", "int8"], WORD_TYPES, ["", "fp8"]),
+    "fault": (["none", "skip_loads"], WORD_TYPES, ["", "skip_saves"]),
+}
 TOP = {"enable_kvpp": ([False], FLAG_TYPES, [])}
 
 
@@ -146,6 +149,7 @@ def test_defaults():
         "keep_device_kv_cache": False,
         "enable_kvpp": False,
         "indexer_cache_dtype": "auto",
+        "fault": "none",
     }
 
 

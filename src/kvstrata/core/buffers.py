@@ -55,7 +55,7 @@ class BufferPlan:
     @cached_property
     def execution_order(self) -> tuple[int, ...]:
         """All layers as they run: target layers by number, then drafts by number."""
-        return tuple(b.index for b in sorted(self.bundles, key=lambda b: (b.is_draft, b.index)))
+        return tuple(b.index for b in sorted(self.bundles, key=lambda b: b.is_draft))
 
     @property
     def is_reused(self) -> bool:
