@@ -19,11 +19,25 @@ def checked_block_ids(block_ids: npt.NDArray[np.integer], num_blocks: int) -> np
         return np.empty(0, dtype=np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"block ids must be a 1-D integer array, got {ids.dtype} {ids.shape}")
-    lowest, highest = int(ids.min()), int(ids.max())
+    _check_bounds(int(ids.min()), int(ids.max()), num_blocks)
+    return np.ascontiguousarray(ids, dtype=np.int64)
+
+
+def ascending_block_ids(block_ids: npt.NDArray[np.integer], num_blocks: int) -> npt.NDArray[np.int64]:
+    """As `checked_block_ids`, sorted and each id once; cheap for ids that are ascending already."""
+    ids = np.asarray(block_ids)
+    # Compared, not subtracted: differences of unsigned ids would wrap.
+    is_plain = ids.ndim == 1 and ids.dtype.kind in "iu" and ids.size > 0
+    if not is_plain or not (ids[1:] > ids[:-1]).all():
+        return np.unique(checked_block_ids(ids, num_blocks))
+    _check_bounds(int(ids[0]), int(ids[-1]), num_blocks)
+    return ids.astype(np.int64, copy=False)
+
+
+def _check_bounds(lowest: int, highest: int, num_blocks: int) -> None:
     if lowest < 0 or highest >= num_blocks:
         wrong = lowest if lowest < 0 else highest
         raise IndexError(f"block id {wrong} is outside 0..{num_blocks - 1}")
-    return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +96,8 @@ class PageView:
 
     def page_address(self, block_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """First byte of each page, `[len(block_ids)]`. Raises IndexError for an id outside the view."""
-        ids = checked_block_ids(block_ids, self.num_blocks)
-        return np.int64(self.address) + ids * np.int64(self.block_stride_bytes)
+        return self.address_of(checked_block_ids(block_ids, self.num_blocks))
+
+    def address_of(self, checked_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As `page_address`, for ids that `checked_block_ids` has passed for this view."""
+        return np.int64(self.address) + checked_ids * np.int64(self.block_stride_bytes)

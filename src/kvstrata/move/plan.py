@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.memory.pages import PageView, checked_block_ids
+from kvstrata.memory.pages import PageView, ascending_block_ids
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -68,21 +68,18 @@ def plan_block_copies(dst: PageView, src: PageView, block_ids: npt.NDArray[np.in
     """
     if dst.page_bytes != src.page_bytes:
         raise ValueError(f"page sizes differ: {src.page_bytes} bytes at the source, {dst.page_bytes} here")
-    ids = checked_block_ids(block_ids, min(dst.num_blocks, src.num_blocks))
+    ids = ascending_block_ids(block_ids, min(dst.num_blocks, src.num_blocks))
     if len(ids) == 0:
         return CopyPlan.empty()
-    steps = np.diff(ids)
-    if (steps <= 0).any():
-        ids = np.unique(ids)
-        steps = np.diff(ids)
     if dst.is_compact and src.is_compact:
-        starts = np.concatenate(([0], np.flatnonzero(steps != 1) + 1))
-        blocks = np.diff(np.append(starts, len(ids)))
-        ids = ids[starts]
-        size = blocks * np.int64(src.page_bytes)
+        gaps = np.flatnonzero(ids[1:] - ids[:-1] != 1)
+        firsts = np.concatenate(([0], gaps + 1))
+        lasts = np.append(gaps, len(ids) - 1)
+        ids = ids[firsts]
+        size = (lasts - firsts + 1) * np.int64(src.page_bytes)
     else:
         size = np.full(len(ids), src.page_bytes, dtype=np.int64)
-    return CopyPlan(dst=dst.page_address(ids), src=src.page_address(ids), size=size)
+    return CopyPlan(dst=dst.address_of(ids), src=src.address_of(ids), size=size)
 
 
 def concat(plans: Iterable[CopyPlan]) -> CopyPlan:
