@@ -135,6 +135,20 @@ def test_every_counter_is_documented():
     assert documented == names
 
 
+def test_every_invariant_names_tests_that_exist():
+    rows = re.findall(
+        r"^\| ([A-Z]\d) \|.*\| (.*) \|$", (ROOT / "docs/invariants.md").read_text(), re.MULTILINE
+    )
+    assert [number for number, _ in rows] == ["M1", "M2", "M3", "M4", "M5", "A1", "A2", "A3"]
+    for number, tests in rows:
+        named = re.findall(r"`(tests/[^`]+)`", tests)
+        assert named, f"{number} has no test"
+        for test in named:
+            file, _, function = test.partition("::")
+            assert (ROOT / file).is_file(), f"{number}: {file}"
+            assert not function or f"def {function}(" in (ROOT / file).read_text(), f"{number}: {test}"
+
+
 def test_the_makefile_explains_every_target():
     text = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z0-9]+):", text, re.MULTILINE))
