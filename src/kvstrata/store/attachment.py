@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvstrata.errors import StoreError
@@ -45,20 +45,23 @@ class Attachment:
         if is_last:
             self._close()
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Keep the files open for the length of a call: unmapping memory under a copy is a crash."""
+    def call(self) -> AbstractContextManager[None]:
+        """Keeps the files open for the length of a call: unmapping memory under a copy is a crash."""
+        return _Call(self)
+
+    def begin_call(self) -> None:
         self.check_process()
         with self._lock:
+            if self._users == 0:
+                raise StoreError("this store was closed")
             self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                is_last = self._users == 0 and self._calls == 0
-            if is_last:
-                self._close()
+
+    def end_call(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            is_last = self._users == 0 and self._calls == 0
+        if is_last:
+            self._close()
 
     def check_process(self) -> None:
         """Raise `StoreError` in a forked child."""
@@ -72,6 +75,21 @@ class Attachment:
         # Nobody may open the same directory before lmdb has let go of it.
         with self._table_lock:
             self.files.close()
+
+
+class _Call:
+    """A context manager without a generator: this is on the path of every copy."""
+
+    __slots__ = ("_attachment",)
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def __enter__(self) -> None:
+        self._attachment.begin_call()
+
+    def __exit__(self, *exception: object) -> None:
+        self._attachment.end_call()
 
 
 class Attachments:

@@ -12,10 +12,13 @@ address), and `StoreError` for a store that was closed or carried across a fork.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
+
+_LENGTHS = struct.Struct(">III")
 
 
 class Status(Enum):
@@ -46,10 +49,11 @@ class StoreKey:
     def encode(self) -> bytes:
         """The key as bytes; two keys encode alike only if all their fields are alike.
 
-        Lengths come before the fields: no separator could tell ("a", "b|c") from ("a|b", "c").
+        Their lengths come first: no separator could tell ("a", "b|c") from ("a|b", "c").
         """
-        fields = (self.namespace.encode(), self.rank.encode(), self.block_hash)
-        return b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+        namespace, rank = self.namespace.encode(), self.rank.encode()
+        lengths = _LENGTHS.pack(len(namespace), len(rank), len(self.block_hash))
+        return lengths + namespace + rank + self.block_hash
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +160,13 @@ class Store(Protocol):
 
         OK means that every byte is the object's: the lease is checked before the copy and the
         generation before and after it. With any other status the destination holds doubtful bytes.
+        """
+        ...
+
+    def read_many(self, reads: Sequence[tuple[ReadLease, Sequence[ByteRange]]]) -> list[Status]:
+        """`read` for several objects, with one look at the index before all copies and one after.
+
+        One layer of many blocks should be read this way: a look costs as much as copying 100 KiB.
         """
         ...
 

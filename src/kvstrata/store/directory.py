@@ -22,6 +22,7 @@ from kvstrata.errors import ConfigurationError, DeadlineExceeded, StoreFormatErr
 from kvstrata.store.arena import Arena, create_arena
 from kvstrata.store.format import FORMAT_VERSION, GIB, StoreFormat, StoreParameters
 from kvstrata.store.index import Index, how_to_clear
+from kvstrata.store.integrity import check_index
 from kvstrata.store.locks import FileLock, try_lock
 from kvstrata.store.processes import boot_id
 from kvstrata.store.records import Extent, Place
@@ -206,6 +207,13 @@ class StoreDirectory:
             with index.read() as view:
                 if view.store_id != found.store_id.encode():
                     raise ValueError("the index belongs to another store")
+                if index.was_short:
+                    check_index(
+                        view,
+                        self._path,
+                        capacity_bytes=parameters.size_bytes,
+                        spill_bytes=parameters.spill_size_bytes,
+                    )
             return StoreFiles(parameters=parameters, arena=arena, spill=spill, index=index, lock=lock)
         except BaseException as error:
             for opened in (index, spill, arena):

@@ -79,6 +79,10 @@ class FaultyStore:
     def read(self, lease: ReadLease, ranges: Sequence[ByteRange]) -> Status:
         return self._fault("read", lease.key) or self._inner.read(lease, ranges)
 
+    def read_many(self, reads: Sequence[tuple[ReadLease, Sequence[ByteRange]]]) -> list[Status]:
+        faults = [self._fault("read", lease.key) for lease, _ in reads]
+        return _overlaid(faults, self._inner.read_many(_spared(reads, faults)))
+
     def reserve(self, key: StoreKey, size_bytes: int, layout: str) -> WriteHandle | Status:
         return self._fault("reserve", key) or self._inner.reserve(key, size_bytes, layout)
 

@@ -18,6 +18,7 @@ machine the store is made anew anyway (see `directory.py`).
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +27,11 @@ from typing import Any
 
 import lmdb
 
-from kvstrata.errors import StoreFormatError, StoreUnavailable
+from kvstrata.errors import StoreError, StoreFormatError, StoreUnavailable
 from kvstrata.store.base import StoreKey
 from kvstrata.store.extents import FreeMap
 from kvstrata.store.locks import FileLock
-from kvstrata.store.records import Counters, LeaseRecord, ObjectRecord, Place, Reservation
+from kvstrata.store.records import Counters, LeaseRecord, ObjectRecord, Place, Reservation, generation_of
 
 DATABASES = (
     "meta",
@@ -48,13 +49,26 @@ _LEASE_KEY = struct.Struct(">QQ")
 _SERIAL = struct.Struct(">Q")
 
 
+_CORRUPT = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+    lmdb.PanicError,
+    lmdb.BadTxnError,
+    lmdb.IncompatibleError,
+)
+# Besides lmdb's errors: a record that is too short, that names no place, or whose text is not UTF-8.
+_FAULTS = (lmdb.Error, struct.error, ValueError)
+
+
 class IndexFull(StoreUnavailable):
     """No room for one more record: the write did not happen."""
 
 
 def digest(key: StoreKey) -> bytes:
     """What stands for a key in the index: lmdb keys are short, namespaces need not be."""
-    return hashlib.blake2b(key.encode(), digest_size=32).digest()
+    return _digest(key.encode())
 
 
 class IndexTransaction:
@@ -101,12 +115,21 @@ class IndexTransaction:
 
     # Objects
 
-    def find(self, key: StoreKey) -> ObjectRecord | None:
+    def has(self, key: StoreKey) -> bool:
+        return self._get("objects", digest(key)) is not None
+
+    def generation(self, key: StoreKey) -> int | None:
+        """Of the object under this key; None without one."""
         data = self._get("objects", digest(key))
+        return None if data is None else generation_of(data)
+
+    def find(self, key: StoreKey) -> ObjectRecord | None:
+        encoded = key.encode()
+        data = self._get("objects", _digest(encoded))
         if data is None:
             return None
         record = ObjectRecord.unpack(data)
-        if record.encoded_key != key.encode():
+        if record.encoded_key != encoded:
             raise StoreFormatError(f"the index names another object under the digest of {key}")
         return record
 
@@ -203,7 +226,7 @@ class Index:
         self._path = path
         self._lock = lock
         self._lock_timeout_s = lock_timeout_s
-        with self._faults():
+        try:
             self._environment = lmdb.open(
                 str(path),
                 map_size=map_bytes,
@@ -214,53 +237,64 @@ class Index:
                 readahead=False,
                 mode=0o600,
             )
+            self.was_short = self._lengthen()
             self._databases = {name: self._environment.open_db(name.encode()) for name in DATABASES}
             self._environment.reader_check()  # slots of killed readers would keep old pages for ever
+        except _FAULTS as error:
+            raise self._fault(error) from error
+
+    def _lengthen(self) -> bool:
+        """Give the file the length that its newest commit speaks of; whether it was shorter.
+
+        lmdb maps the file, and a page beyond its end is a SIGBUS. A file that was cut off shows this,
+        but so, harmlessly, does one whose last pages were allocated and never written: after this,
+        reading a page that is lost is an error of lmdb, and the caller checks the whole index.
+        """
+        psize_bytes = self._environment.stat()["psize"]
+        needed_bytes = (self._environment.info()["last_pgno"] + 1) * psize_bytes
+        data = self._path / "data.mdb"
+        if data.stat().st_size >= needed_bytes:
+            return False
+        os.truncate(data, needed_bytes)
+        return True
 
     @contextmanager
     def read(self) -> Iterator[IndexTransaction]:
         """A consistent view; waits for nobody. Raises `StoreFormatError` or `StoreUnavailable`."""
-        with self._faults(), self._environment.begin() as transaction:
-            yield IndexTransaction(transaction, self._databases)
+        try:
+            with self._environment.begin() as transaction:
+                yield IndexTransaction(transaction, self._databases)
+        except _FAULTS as error:
+            raise self._fault(error) from error
 
     @contextmanager
     def write(self, waiting_to: str) -> Iterator[IndexTransaction]:
         """Change the index, or nothing if the block raises. Also raises `DeadlineExceeded`, `IndexFull`."""
-        with (
-            self._lock.hold(waiting_to, self._lock_timeout_s),
-            self._faults(),
-            self._environment.begin(write=True) as transaction,
-        ):
-            changes = IndexTransaction(transaction, self._databases)
-            yield changes
-            changes.save_counters()
+        with self._lock.hold(waiting_to, self._lock_timeout_s):
+            try:
+                with self._environment.begin(write=True) as transaction:
+                    changes = IndexTransaction(transaction, self._databases)
+                    yield changes
+                    changes.save_counters()
+            except _FAULTS as error:
+                raise self._fault(error) from error
 
     def close(self) -> None:
         self._environment.close()
 
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Errors of lmdb and of records that cannot be read, in the words of this project."""
-        try:
-            yield
-        except lmdb.MapFullError as error:
-            raise IndexFull(f"the store's index {self._path} is full: {error}") from error
-        except (
-            lmdb.CorruptedError,
-            lmdb.InvalidError,
-            lmdb.PageNotFoundError,
-            lmdb.VersionMismatchError,
-            lmdb.PanicError,
-            lmdb.BadTxnError,
-            lmdb.IncompatibleError,
-            struct.error,
-            ValueError,  # a record that names no place, or text that is not UTF-8
-        ) as error:
-            raise StoreFormatError(
-                f"the store's index {self._path} is corrupt ({error}). {how_to_clear(self._path.parent)}"
-            ) from error
-        except lmdb.Error as error:
-            raise StoreUnavailable(f"the store's index {self._path} does not answer: {error}") from error
+    def _fault(self, error: Exception) -> StoreError:
+        """An error of lmdb, or a record that cannot be read, in the words of this project."""
+        if isinstance(error, lmdb.MapFullError):
+            return IndexFull(f"the store's index {self._path} is full: {error}")
+        if isinstance(error, lmdb.Error) and not isinstance(error, _CORRUPT):
+            return StoreUnavailable(f"the store's index {self._path} does not answer: {error}")
+        return StoreFormatError(
+            f"the store's index {self._path} is corrupt ({error}). {how_to_clear(self._path.parent)}"
+        )
+
+
+def _digest(encoded_key: bytes) -> bytes:
+    return hashlib.blake2b(encoded_key, digest_size=32).digest()
 
 
 def how_to_clear(path: Path) -> str:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from kvstrata.errors import ConfigurationError, DeadlineExceeded, StoreError
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0
 LOCK_TIMEOUT_S = 5.0
+_UNSAVED_MISSES = 64
+"""Misses that a process may count before it writes them down, if nothing else makes it write."""
 
 
 class LocalStore:
@@ -123,7 +125,7 @@ class LocalStore:
         with self._call():
             try:
                 with self._files.index.read() as view:
-                    return [Status.MISSING if view.find(key) is None else Status.OK for key in keys]
+                    return [Status.OK if view.has(key) else Status.MISSING for key in keys]
             except _FAULTS as error:
                 return [self._down("contains", error)] * len(keys)
 
@@ -132,9 +134,10 @@ class LocalStore:
         with self._call():
             try:
                 with self._files.index.read() as view:
-                    has_any = any(view.find(key) is not None for key in keys)
+                    has_any = any(view.has(key) for key in keys)
                 if not has_any:  # the common case of a new prompt: no need to wait for other writers
-                    self._unsaved.add_misses(len(keys))
+                    if self._unsaved.add_misses(len(keys)) >= _UNSAVED_MISSES:
+                        self._save_unsaved()
                     return [Status.MISSING] * len(keys)
                 now_us = self._now_us()
                 with self._write("acquire leases") as changes:
@@ -162,29 +165,36 @@ class LocalStore:
                 self._down("release", error)  # they expire
 
     def read(self, lease: ReadLease, ranges: Sequence[ByteRange]) -> Status:
-        check_ranges(lease.size_bytes, ranges)
+        return self.read_many([(lease, ranges)])[0]
+
+    def read_many(self, reads: Sequence[tuple[ReadLease, Sequence[ByteRange]]]) -> list[Status]:
+        for lease, ranges in reads:
+            check_ranges(lease.size_bytes, ranges)
         with self._call():
             try:
+                now_us = self._now_us()
                 with self._files.index.read() as view:
-                    record = ledger.leased_object(view, lease, now_us=self._now_us())
-                if record is not None and self._copied(record, ranges):
-                    with self._files.index.read() as view:
-                        after = view.find(lease.key)
-                    if after is not None and after.generation == lease.generation:
-                        return Status.OK
-                elif record is not None:
-                    self._drop_corrupt(lease)
-                self._unsaved.add_stale_read()
-                return Status.MISSING
+                    records = [ledger.leased_object(view, lease, now_us=now_us) for lease, _ in reads]
+                copied = [
+                    record is not None and self._copied(record, lease, ranges)
+                    for record, (lease, ranges) in zip(records, reads, strict=True)
+                ]
+                with self._files.index.read() as view:
+                    whole = [
+                        was_copied and view.generation(lease.key) == lease.generation
+                        for was_copied, (lease, _) in zip(copied, reads, strict=True)
+                    ]
             except _FAULTS as error:
-                return self._down("read", error)
+                return [self._down("read", error)] * len(reads)
+            self._unsaved.add_stale_reads(whole.count(False))
+            return [Status.OK if is_whole else Status.MISSING for is_whole in whole]
 
     def reserve(self, key: StoreKey, size_bytes: int, layout: str) -> WriteHandle | Status:
         self._check_size(size_bytes)
         with self._call():
             try:
                 with self._files.index.read() as view:
-                    if view.find(key) is not None:
+                    if view.has(key):
                         return Status.EXISTS
                 with self._write("reserve room") as changes:
                     made = self._ledger.reserved(changes, key, size_bytes, layout, now_us=self._now_us())
@@ -290,13 +300,11 @@ class LocalStore:
         finally:
             self._attachment.leave()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> AbstractContextManager[None]:
         """The frame of every public call: not closed, not forked, files kept open until it ends."""
-        with self._attachment.call():
-            if self._is_closed:
-                raise StoreError(f"the store in {self._path} was closed")
-            yield
+        if self._is_closed:
+            raise StoreError(f"the store in {self._path} was closed")
+        return self._attachment.call()
 
     @contextmanager
     def _write(self, waiting_to: str) -> Iterator[IndexTransaction]:
@@ -323,24 +331,18 @@ class LocalStore:
         self._unsaved.add_given_up(generation)
         self._save_unsaved()
 
-    def _copied(self, record: ObjectRecord, ranges: Sequence[ByteRange]) -> bool:
+    def _copied(self, record: ObjectRecord, lease: ReadLease, ranges: Sequence[ByteRange]) -> bool:
+        """Copy the ranges; False when a spilled object fails its checksum."""
         if record.place is Place.ARENA:
             for item in ranges:
                 self._files.arena.read(record.extents, item.offset, item.dst_address, item.size_bytes)
             return True
         spill = self._files.spill
         assert spill is not None, "objects are spilled only where there is a spill file"
-        return all(
-            spill.read(
-                record.extents,
-                record.checksums,
-                record.size_bytes,
-                item.offset,
-                item.dst_address,
-                item.size_bytes,
-            )
-            for item in ranges
-        )
+        if all(spill.read(record, item.offset, item.dst_address, item.size_bytes) for item in ranges):
+            return True
+        self._drop_corrupt(lease)
+        return False
 
     def _drop_corrupt(self, lease: ReadLease) -> None:
         with self._write("drop a corrupt object") as changes:

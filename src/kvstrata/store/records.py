@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 
 from kvstrata.store.processes import HOLDER_BYTES, Holder
 
@@ -152,11 +153,17 @@ class Counters:
     spill_corrupt: int = 0
 
     def pack(self) -> bytes:
-        return _COUNTERS.pack(*(getattr(self, name) for name in _COUNTER_NAMES))
+        return _COUNTERS.pack(*_counter_values(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Counters:
         return cls(**dict(zip(_COUNTER_NAMES, _COUNTERS.unpack(data), strict=True)))
+
+
+def generation_of(packed_object: bytes) -> int:
+    """The generation of a packed `ObjectRecord`, without unpacking the rest."""
+    generation: int = _U64.unpack_from(packed_object)[0]
+    return generation
 
 
 _OBJECT = struct.Struct("<QQQQIIII")
@@ -164,6 +171,7 @@ _RESERVATION = struct.Struct("<QQ")
 _EXTENT = struct.Struct("<QQ")
 _U64 = struct.Struct("<Q")
 _COUNTER_NAMES = tuple(field.name for field in fields(Counters))
+_counter_values = attrgetter(*_COUNTER_NAMES)
 _COUNTERS = struct.Struct(f"<{len(_COUNTER_NAMES)}Q")
 
 

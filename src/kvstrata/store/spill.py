@@ -17,7 +17,7 @@ from kvstrata.errors import ConfigurationError
 from kvstrata.store.arena import Arena, memory_at
 from kvstrata.store.extents import GRANULE_BYTES, segments
 from kvstrata.store.locks import try_lock
-from kvstrata.store.records import Extent
+from kvstrata.store.records import Extent, ObjectRecord
 
 CHUNK_BYTES = 65536
 """A range is read and checked in whole chunks; one chunk too much at each end is the price."""
@@ -89,23 +89,18 @@ class SpillFile:
             checksums.append(checksum)
         return tuple(checksums)
 
-    def read(
-        self,
-        extents: tuple[Extent, ...],
-        checksums: tuple[int, ...],
-        object_bytes: int,
-        offset: int,
-        dst_address: int,
-        size_bytes: int,
-    ) -> bool:
+    def read(self, record: ObjectRecord, offset: int, dst_address: int, size_bytes: int) -> bool:
         """Copy [offset, offset + size_bytes) of an object to memory; False when the bytes are not its own."""
         end = offset + size_bytes
         scratch = memoryview(bytearray(CHUNK_BYTES))
         for number in range(offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             start = number * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, object_bytes)
+            stop = min(start + CHUNK_BYTES, record.size_bytes)
             chunk = scratch[: stop - start]
-            if not self._read_at(extents, start, chunk) or zlib.crc32(chunk) != checksums[number]:
+            if (
+                not self._read_at(record.extents, start, chunk)
+                or zlib.crc32(chunk) != record.checksums[number]
+            ):
                 return False
             first, last = max(start, offset), min(stop, end)
             memory_at(dst_address + first - offset, last - first)[:] = chunk[first - start : last - start]

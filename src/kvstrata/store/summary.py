@@ -29,11 +29,13 @@ class Unsaved:
         self._lock = threading.Lock()
         self._now = Taken()
 
-    def add_misses(self, count: int) -> None:
-        self._add(Taken(misses=count))
+    def add_misses(self, count: int) -> int:
+        """How many are unsaved now."""
+        return self._add(Taken(misses=count)).misses
 
-    def add_stale_read(self) -> None:
-        self._add(Taken(stale_reads=1))
+    def add_stale_reads(self, count: int) -> None:
+        if count:
+            self._add(Taken(stale_reads=count))
 
     def add_given_up(self, generation: int) -> None:
         self._add(Taken(given_up=(generation,)))
@@ -53,13 +55,14 @@ class Unsaved:
             self._add(taken)
             raise
 
-    def _add(self, more: Taken) -> None:
+    def _add(self, more: Taken) -> Taken:
         with self._lock:
             self._now = Taken(
                 misses=self._now.misses + more.misses,
                 stale_reads=self._now.stale_reads + more.stale_reads,
                 given_up=self._now.given_up + more.given_up,
             )
+            return self._now
 
 
 def summarise(
