@@ -162,6 +162,8 @@ class StoreScheduler:
         if tracked is None:
             return
         tracked.block_ids = [*(kept or ()), *added]
+        if kept is None:  # what it starts from was offered when it was computed
+            tracked.offered_blocks = max(tracked.offered_blocks, computed // self._block_tokens)
         if not self._stores(tracked.request):
             return
         confirmed = confirmed_tokens(tracked.request, computed, output.num_scheduled_tokens[request_id])
