@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvstrata.kernels import parallel
 from kvstrata.kernels.base import kernels_for
 from kvstrata.kernels.batch import BatchPlan, plan_batch
 from kvstrata.kernels.compiled import attend_tiles, index_tiles
@@ -111,7 +112,8 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_threads_change_no_bit(three_threads: None) -> None:
+def test_threads_change_no_bit(three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_WORTH_A_THREAD", 1)
     kernels = kernels_for("cpu")
     torch.manual_seed(1)
     step = plan([20, 1, 7], [32, 9, 30])
@@ -131,18 +133,22 @@ def test_threads_change_no_bit(three_threads: None) -> None:
 
 def test_every_share_is_run_once_and_a_failure_comes_back(three_threads: None) -> None:
     seen: list[tuple[int, int, str]] = []
-    run_shares(lambda *call: seen.append(call), ("x",), shares=8)
+    run_shares(lambda *call: seen.append(call), ("x",), shares=8, multiply_adds=10**9)
     assert sorted(seen) == [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]
     seen.clear()
-    run_shares(lambda *call: seen.append(call), ("x",), shares=2)
+    run_shares(lambda *call: seen.append(call), ("x",), shares=2, multiply_adds=10**9)
     assert sorted(seen) == [(0, 2, "x"), (1, 2, "x")]
+
+    seen.clear()
+    run_shares(lambda *call: seen.append(call), ("x",), shares=8, multiply_adds=1000)
+    assert seen == [(0, 1, "x")], "too little work for a second thread"
 
     def fail(worker: int, workers: int) -> None:
         if worker == 2:
             raise MemoryError("of worker 2")
 
     with pytest.raises(MemoryError, match="of worker 2"):
-        run_shares(fail, (), shares=8)
+        run_shares(fail, (), shares=8, multiply_adds=10**9)
 
 
 @pytest.mark.skipif(
@@ -165,7 +171,9 @@ for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), {first})
 torch.set_num_threads(2)
 masks = {}
-run_shares(lambda worker, workers: masks.update({worker: os.sched_getaffinity(0)}), (), shares=2)
+def note(worker, workers):
+    masks[worker] = os.sched_getaffinity(0)
+run_shares(note, (), shares=2, multiply_adds=10**9)
 done.set()
 assert masks == {0: {first}, 1: {first, second}}, masks
 """

@@ -65,6 +65,20 @@ def test_a_row_of_nearly_nothing_has_no_nan(tiny: float) -> None:
     assert tiny > 0 or not values.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_pattern_is_read_as_its_value(dtype: torch.dtype) -> None:
+    """A token alone in its request attends to itself alone: the result is its own row, exactly."""
+    rows = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1024, 64)
+    finite = torch.isfinite(rows).all(dim=1)
+    assert 0 < int(finite.sum()) < 1024
+    ones = torch.ones(1024, dtype=torch.int32)
+    table = torch.arange(1024, dtype=torch.int32)[:, None]
+    plan = plan_batch(torch.arange(1025), ones, table, 1)
+    got = dense_mla(torch.zeros(1024, 1, 64), rows[:, None], plan, scale=1.0, kv_lora_rank=64)[:, 0]
+    assert torch.equal(got[finite], rows[finite].float())
+    assert not torch.isfinite(got[~finite]).any(), "infinity and NaN may not turn into numbers"
+
+
 def test_addresses_beyond_two_to_the_31(tmp_path: Path) -> None:
     """A sparse file stands in for a cache whose second block starts beyond 2^31 elements."""
     far = 2**31 + 4096

@@ -98,7 +98,13 @@ def _attend(
             chosen.numpy(),
             result.numpy(),
         )
-        run_shares(attend_tiles, arguments, shares=tiles.stop - tiles.start)
+        pairs = plan.pairs(tiles) if dense else chosen[tokens].numel()
+        run_shares(
+            attend_tiles,
+            arguments,
+            shares=tiles.stop - tiles.start,
+            multiply_adds=pairs * heads * (width + rank),
+        )
         if not direct:
             target.copy_(result)
     return out

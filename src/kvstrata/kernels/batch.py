@@ -50,6 +50,10 @@ class BatchPlan:
             last_token = int(self.tile_start[end - 1] + self.tile_tokens[end - 1])
             yield slice(first, end), slice(int(self.tile_start[first]), last_token)
 
+    def pairs(self, tiles: slice) -> int:
+        """How many (query token, context token) pairs the tiles span, up to a tile's own triangle."""
+        return int((self.tile_tokens[tiles] * self.tile_kv_tokens[tiles]).sum())
+
     def tile_arguments(self, tiles: slice) -> tuple[Any, ...]:
         """(request, first token, tokens) of the tiles, and all tokens' positions, for the compiled loops."""
         return (

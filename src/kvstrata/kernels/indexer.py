@@ -59,6 +59,11 @@ def index_topk(
             topk,
             positions.numpy(),
         )
-        run_shares(index_tiles, arguments, shares=tiles.stop - tiles.start)
+        run_shares(
+            index_tiles,
+            arguments,
+            shares=tiles.stop - tiles.start,
+            multiply_adds=plan.pairs(tiles) * q.shape[1] * width,
+        )
     if not direct:
         target.copy_(positions)

@@ -9,15 +9,21 @@ from typing import Any
 
 import torch
 
+# Some 0.2 ms of computing: a few times what it costs to start and join a thread.
+_WORTH_A_THREAD = 4 << 20
 
-def run_shares(kernel: Callable[..., None], arguments: tuple[Any, ...], *, shares: int) -> None:
+
+def run_shares(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], *, shares: int, multiply_adds: int
+) -> None:
     """Call kernel(worker, workers, *arguments) for every worker, the caller being worker 0; wait for all.
 
     Worker i of n takes shares i, i + n, i + 2n ... There are at most torch's own thread count of
-    workers. Threads live for one call: starting one costs some 50 us, and nothing is left behind that
-    could spin beside torch's pool. The first failure of any worker is raised here.
+    workers, and one for each _WORTH_A_THREAD of the multiply_adds to be done. Threads live for one call
+    and leave nothing behind that could spin beside torch's pool. The first failure of any worker is
+    raised here.
     """
-    workers = max(1, min(shares, torch.get_num_threads()))
+    workers = max(1, min(shares, torch.get_num_threads(), multiply_adds // _WORTH_A_THREAD))
     if workers == 1:
         kernel(0, 1, *arguments)
         return
