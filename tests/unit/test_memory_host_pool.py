@@ -150,6 +150,14 @@ def test_one_byte_before_the_first_layer_is_found(pool: HostPool) -> None:
         pool.check_integrity()
 
 
+def test_one_byte_before_a_later_layer_is_found(pool: HostPool) -> None:
+    first, later = pool.view(1, Component.MAIN), pool.view(4, Component.MAIN)
+    offset = later.address - first.address + 4096
+    region_of(pool)[offset - 1] ^= 1
+    with pytest.raises(AssertionError, match=f"offset {offset - 1}"):
+        pool.check_integrity()
+
+
 def test_a_guard_moved_over_another_is_found(pool: HostPool) -> None:
     """A copy that takes whole strides too many carries guard bytes along: they must not fit elsewhere."""
     everything = region_of(pool)

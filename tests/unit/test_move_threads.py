@@ -184,6 +184,7 @@ def test_close_stops_an_operation_that_still_waits_from_ever_starting() -> None:
     engine = ThreadEngine()
     ran: list[str] = []
     remote = NeverDone()
+    engine.lane("load").call(nothing, name="load layer 0").wait(deadline_s=LONG_S, what="test")
     token = engine.lane("load").call(lambda: ran.append("x"), after=[remote], name="load layer 1")
     assert remote.entered.wait(LONG_S)
     engine.close(SHORT_S)  # no bytes are moving, so nothing forbids freeing memory
