@@ -28,49 +28,49 @@ class Metric:
 METRICS = (
     Metric(
         key="loaded_bytes",
-        name="kvstrata:loaded_bytes",
+        name="vllm:kvstrata_loaded_bytes",
         doc="Bytes copied from the host pool to layer buffers.",
     ),
     Metric(
         key="saved_bytes",
-        name="kvstrata:saved_bytes",
+        name="vllm:kvstrata_saved_bytes",
         doc="Bytes copied from layer buffers to the host pool.",
     ),
     Metric(
         key="prefetched_loads",
-        name="kvstrata:prefetched_layer_loads",
+        name="vllm:kvstrata_prefetched_layer_loads",
         doc="Layer loads started ahead of their layer.",
     ),
     Metric(
         key="late_loads",
-        name="kvstrata:late_layer_loads",
+        name="vllm:kvstrata_late_layer_loads",
         doc="Layer loads started when the layer needed them.",
     ),
     Metric(
-        key="load_wait_s", name="kvstrata:load_wait_seconds", doc="Seconds that layers waited for their load."
+        key="load_wait_s", name="vllm:kvstrata_load_wait_seconds", doc="Seconds that layers waited for their load."
     ),
     Metric(
-        key="save_wait_s", name="kvstrata:save_wait_seconds", doc="Seconds that steps waited for their saves."
+        key="save_wait_s", name="vllm:kvstrata_save_wait_seconds", doc="Seconds that steps waited for their saves."
     ),
-    Metric(key="fetched_blocks", name="kvstrata:store_fetched_blocks", doc="Blocks filled from the store."),
+    Metric(key="fetched_blocks", name="vllm:kvstrata_store_fetched_blocks", doc="Blocks filled from the store."),
     Metric(
         key="failed_blocks",
-        name="kvstrata:store_failed_blocks",
+        name="vllm:kvstrata_store_failed_blocks",
         doc="Blocks the store lost; they were recomputed.",
     ),
-    Metric(key="fetched_bytes", name="kvstrata:store_fetched_bytes", doc="Bytes read from the store."),
-    Metric(key="put_blocks", name="kvstrata:store_put_blocks", doc="Blocks published in the store."),
+    Metric(key="fetched_bytes", name="vllm:kvstrata_store_fetched_bytes", doc="Bytes read from the store."),
+    Metric(key="put_blocks", name="vllm:kvstrata_store_put_blocks", doc="Blocks published in the store."),
     Metric(
         key="put_known_blocks",
-        name="kvstrata:store_put_known_blocks",
+        name="vllm:kvstrata_store_put_known_blocks",
         doc="Blocks offered that the store had already.",
     ),
     Metric(
         key="put_refused_blocks",
-        name="kvstrata:store_put_refused_blocks",
+        name="vllm:kvstrata_store_put_refused_blocks",
         doc="Blocks the store had no room for.",
     ),
-    Metric(key="put_bytes", name="kvstrata:store_put_bytes", doc="Bytes written to the store."),
+    Metric(key="put_bytes", name="vllm:kvstrata_store_put_bytes", doc="Bytes written to the store."),
 )
 
 
