@@ -11,8 +11,8 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from kvstrata.kernels.attention import dense_mla, sparse_mla
 from kvstrata.kernels.rows import write_rows
 
-from .backend import KVStrataMetadata
 from .hooks import LayerHook, NoHook
+from .metadata import KVStrataMetadata
 
 
 class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffer):

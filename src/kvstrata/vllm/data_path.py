@@ -28,7 +28,7 @@ from .stats import METRICS
 from .transfers import StepTransfers
 
 if TYPE_CHECKING:
-    from .backend import KVStrataMetadata
+    from .metadata import KVStrataMetadata
 
 logger = init_logger("vllm.kvstrata.data_path")
 
@@ -62,7 +62,7 @@ class DataPath:
             else self._engine
         )
         self._host = (
-            HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(), layers=hosted)
+            HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(prefault=True), layers=hosted)
             if hosted
             else None
         )

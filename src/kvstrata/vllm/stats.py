@@ -18,59 +18,68 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One counter: its key in a report, its Prometheus name and what it means."""
+    """One counter: its key in a report, its series on ``/metrics`` and what it means."""
 
     key: str
-    name: str
+    series: str
     doc: str
+
+    @property
+    def name(self) -> str:
+        """Prometheus name; vLLM takes series that begin like its own off the registry with an engine."""
+        return f"vllm:kvstrata_{self.series}"
 
 
 METRICS = (
     Metric(
         key="loaded_bytes",
-        name="vllm:kvstrata_loaded_bytes",
+        series="loaded_bytes",
         doc="Bytes copied from the host pool to layer buffers.",
     ),
     Metric(
         key="saved_bytes",
-        name="vllm:kvstrata_saved_bytes",
+        series="saved_bytes",
         doc="Bytes copied from layer buffers to the host pool.",
     ),
     Metric(
         key="prefetched_loads",
-        name="vllm:kvstrata_prefetched_layer_loads",
+        series="prefetched_layer_loads",
         doc="Layer loads started ahead of their layer.",
     ),
     Metric(
         key="late_loads",
-        name="vllm:kvstrata_late_layer_loads",
+        series="late_layer_loads",
         doc="Layer loads started when the layer needed them.",
     ),
     Metric(
-        key="load_wait_s", name="vllm:kvstrata_load_wait_seconds", doc="Seconds that layers waited for their load."
+        key="load_wait_s",
+        series="load_wait_seconds",
+        doc="Seconds that layers waited for their load.",
     ),
     Metric(
-        key="save_wait_s", name="vllm:kvstrata_save_wait_seconds", doc="Seconds that steps waited for their saves."
+        key="save_wait_s",
+        series="save_wait_seconds",
+        doc="Seconds that steps waited for their saves.",
     ),
-    Metric(key="fetched_blocks", name="vllm:kvstrata_store_fetched_blocks", doc="Blocks filled from the store."),
+    Metric(key="fetched_blocks", series="store_fetched_blocks", doc="Blocks filled from the store."),
     Metric(
         key="failed_blocks",
-        name="vllm:kvstrata_store_failed_blocks",
+        series="store_failed_blocks",
         doc="Blocks the store lost; they were recomputed.",
     ),
-    Metric(key="fetched_bytes", name="vllm:kvstrata_store_fetched_bytes", doc="Bytes read from the store."),
-    Metric(key="put_blocks", name="vllm:kvstrata_store_put_blocks", doc="Blocks published in the store."),
+    Metric(key="fetched_bytes", series="store_fetched_bytes", doc="Bytes read from the store."),
+    Metric(key="put_blocks", series="store_put_blocks", doc="Blocks published in the store."),
     Metric(
         key="put_known_blocks",
-        name="vllm:kvstrata_store_put_known_blocks",
+        series="store_put_known_blocks",
         doc="Blocks offered that the store had already.",
     ),
     Metric(
         key="put_refused_blocks",
-        name="vllm:kvstrata_store_put_refused_blocks",
+        series="store_put_refused_blocks",
         doc="Blocks the store had no room for.",
     ),
-    Metric(key="put_bytes", name="vllm:kvstrata_store_put_bytes", doc="Bytes written to the store."),
+    Metric(key="put_bytes", series="store_put_bytes", doc="Bytes written to the store."),
 )
 
 
