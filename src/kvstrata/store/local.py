@@ -8,13 +8,11 @@ whoever needs room next finds it dead and takes the room back. See docs/store.md
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvstrata.errors import ConfigurationError, DeadlineExceeded, StoreError
+from kvstrata.errors import ConfigurationError, StoreError
 from kvstrata.store import ledger
 from kvstrata.store.attachment import Attachment, attachments
 from kvstrata.store.base import (
@@ -28,22 +26,21 @@ from kvstrata.store.base import (
     check_ranges,
 )
 from kvstrata.store.directory import StoreDirectory
-from kvstrata.store.eviction import Evictor, free_reservation
+from kvstrata.store.eviction import Evictor
 from kvstrata.store.format import StoreParameters
-from kvstrata.store.index import IndexFull, IndexTransaction
+from kvstrata.store.index import IndexFull
 from kvstrata.store.integrity import check_index
 from kvstrata.store.ledger import Ledger
 from kvstrata.store.processes import Liveness
 from kvstrata.store.records import ObjectRecord, Place
-from kvstrata.store.summary import Unsaved, summarise
+from kvstrata.store.session import FAULTS, Session, to_us
+from kvstrata.store.summary import summarise
 from kvstrata.store.writes import OpenWrites
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0
 LOCK_TIMEOUT_S = 5.0
-_UNSAVED_MISSES = 64
-"""Misses that a process may count before it writes them down, if nothing else makes it write."""
 
 
 class LocalStore:
@@ -53,17 +50,12 @@ class LocalStore:
         self, attachment: Attachment, path: Path, *, clock: Callable[[], float], deadline_s: float
     ) -> None:
         """Use `open` or `attach`."""
-        self._attachment = attachment
-        self._path = path
+        self._session = Session(attachment, path, clock)
         self._files = attachment.files
-        self._clock = clock
         self._ledger = Ledger(
-            Evictor(self._files.arena, self._files.spill), attachment.holder, deadline_us=_to_us(deadline_s)
+            Evictor(self._files.arena, self._files.spill), attachment.holder, deadline_us=to_us(deadline_s)
         )
         self._writes = OpenWrites()
-        self._unsaved = Unsaved()
-        self._close_lock = threading.Lock()
-        self._is_closed = False
 
     @classmethod
     def open(
@@ -95,8 +87,8 @@ class LocalStore:
         store = cls(attachment, Path(path), clock=clock, deadline_s=deadline_s)
         try:
             directory.check_agreement(attachment.files.parameters, parameters)
-            with store._write("clean up after dead processes") as changes:
-                store._ledger.sweep(changes, now_us=store._now_us(), is_alive=Liveness())
+            with store._session.write("clean up after dead processes") as changes:
+                store._ledger.sweep(changes, now_us=store._session.now_us(), is_alive=Liveness())
         except BaseException:
             store.close()
             raise
@@ -122,47 +114,46 @@ class LocalStore:
         StoreDirectory(Path(path), lock_timeout_s=lock_timeout_s).delete()
 
     def contains(self, keys: Sequence[StoreKey]) -> list[Status]:
-        with self._call():
+        with self._session.call():
             try:
-                with self._files.index.read() as view:
+                with self._session.read() as view:
                     return [Status.OK if view.has(key) else Status.MISSING for key in keys]
-            except _FAULTS as error:
-                return [self._down("contains", error)] * len(keys)
+            except FAULTS as error:
+                return [self._session.down("contains", error)] * len(keys)
 
     def acquire(self, keys: Sequence[StoreKey], *, ttl_s: float) -> list[ReadLease | Status]:
         ttl_us = _ttl_us(ttl_s)
-        with self._call():
+        with self._session.call():
             try:
-                with self._files.index.read() as view:
+                with self._session.read() as view:
                     has_any = any(view.has(key) for key in keys)
                 if not has_any:  # the common case of a new prompt: no need to wait for other writers
-                    if self._unsaved.add_misses(len(keys)) >= _UNSAVED_MISSES:
-                        self._save_unsaved()
+                    self._session.count_misses(len(keys))
                     return [Status.MISSING] * len(keys)
-                now_us = self._now_us()
-                with self._write("acquire leases") as changes:
+                now_us = self._session.now_us()
+                with self._session.write("acquire leases") as changes:
                     return [self._ledger.leased(changes, key, ttl_us=ttl_us, now_us=now_us) for key in keys]
-            except _FAULTS as error:
-                return [self._down("acquire", error)] * len(keys)
+            except FAULTS as error:
+                return [self._session.down("acquire", error)] * len(keys)
 
     def renew(self, leases: Sequence[ReadLease], *, ttl_s: float) -> list[ReadLease | Status]:
         ttl_us = _ttl_us(ttl_s)
-        with self._call():
+        with self._session.call():
             try:
-                now_us = self._now_us()
-                with self._write("renew leases") as changes:
+                now_us = self._session.now_us()
+                with self._session.write("renew leases") as changes:
                     return [ledger.renewed(changes, lease, ttl_us=ttl_us, now_us=now_us) for lease in leases]
-            except _FAULTS as error:
-                return [self._down("renew", error)] * len(leases)
+            except FAULTS as error:
+                return [self._session.down("renew", error)] * len(leases)
 
     def release(self, leases: Sequence[ReadLease]) -> None:
-        with self._call():
+        with self._session.call():
             try:
-                with self._write("release leases") as changes:
+                with self._session.write("release leases") as changes:
                     for lease in leases:
                         changes.delete_lease(lease.generation, lease.lease_id)
-            except _FAULTS as error:
-                self._down("release", error)  # they expire
+            except FAULTS as error:
+                self._session.down("release", error)  # they expire
 
     def read(self, lease: ReadLease, ranges: Sequence[ByteRange]) -> Status:
         return self.read_many([(lease, ranges)])[0]
@@ -170,39 +161,40 @@ class LocalStore:
     def read_many(self, reads: Sequence[tuple[ReadLease, Sequence[ByteRange]]]) -> list[Status]:
         for lease, ranges in reads:
             check_ranges(lease.size_bytes, ranges)
-        with self._call():
+        with self._session.call():
             try:
-                now_us = self._now_us()
-                with self._files.index.read() as view:
+                now_us = self._session.now_us()
+                with self._session.read() as view:
                     records = [ledger.leased_object(view, lease, now_us=now_us) for lease, _ in reads]
                 copied = [
                     record is not None and self._copied(record, lease, ranges)
                     for record, (lease, ranges) in zip(records, reads, strict=True)
                 ]
-                with self._files.index.read() as view:
+                with self._session.read() as view:
                     whole = [
                         was_copied and view.generation(lease.key) == lease.generation
                         for was_copied, (lease, _) in zip(copied, reads, strict=True)
                     ]
-            except _FAULTS as error:
-                return [self._down("read", error)] * len(reads)
-            self._unsaved.add_stale_reads(whole.count(False))
+            except FAULTS as error:
+                return [self._session.down("read", error)] * len(reads)
+            self._session.count_stale_reads(whole.count(False))
             return [Status.OK if is_whole else Status.MISSING for is_whole in whole]
 
     def reserve(self, key: StoreKey, size_bytes: int, layout: str) -> WriteHandle | Status:
         self._check_size(size_bytes)
-        with self._call():
+        with self._session.call():
             try:
-                with self._files.index.read() as view:
+                with self._session.read() as view:
                     if view.has(key):
                         return Status.EXISTS
-                with self._write("reserve room") as changes:
-                    made = self._ledger.reserved(changes, key, size_bytes, layout, now_us=self._now_us())
+                now_us = self._session.now_us()
+                with self._session.write("reserve room") as changes:
+                    made = self._ledger.reserved(changes, key, size_bytes, layout, now_us=now_us)
             except IndexFull as error:
                 logger.warning("reserve: %s", error)
                 return Status.FULL
-            except _FAULTS as error:
-                return self._down("reserve", error)
+            except FAULTS as error:
+                return self._session.down("reserve", error)
             if isinstance(made, Status):
                 return made
             handle, extents = made
@@ -211,7 +203,7 @@ class LocalStore:
 
     def write(self, handle: WriteHandle, offset: int, src_address: int, size_bytes: int) -> Status:
         check_range(handle.size_bytes, offset, src_address, size_bytes)
-        with self._call():
+        with self._session.call():
             extents = self._writes.begin(handle)
             if extents is None:
                 return Status.MISSING
@@ -219,11 +211,11 @@ class LocalStore:
                 self._files.arena.write(extents, offset, src_address, size_bytes)
             finally:
                 if self._writes.end(handle, offset, size_bytes):
-                    self._give_up(handle.generation)
+                    self._session.give_up([handle.generation])
             return Status.OK
 
     def publish(self, handle: WriteHandle) -> Status:
-        with self._call():
+        with self._session.call():
             try:
                 if self._writes.finish(handle) is Status.MISSING:
                     return Status.MISSING
@@ -231,105 +223,63 @@ class LocalStore:
                 self.abandon(handle)
                 raise
             try:
-                with self._write("publish an object") as changes:
-                    return self._ledger.published(changes, handle, now_us=self._now_us())
+                with self._session.write("publish an object") as changes:
+                    return self._ledger.published(changes, handle, now_us=self._session.now_us())
             except IndexFull as error:
                 logger.warning("publish: %s", error)
-                self._give_up(handle.generation)
+                self._session.give_up([handle.generation])
                 return Status.FULL
-            except _FAULTS as error:
-                self._give_up(handle.generation)
-                return self._down("publish", error)
+            except FAULTS as error:
+                self._session.give_up([handle.generation])
+                return self._session.down("publish", error)
 
     def abandon(self, handle: WriteHandle) -> None:
-        with self._call():
+        with self._session.call():
             if self._writes.abandon(handle.generation):
-                self._give_up(handle.generation)
+                self._session.give_up([handle.generation])
 
     def remove(self, keys: Sequence[StoreKey], *, force: bool = False) -> list[Status]:
-        with self._call():
+        with self._session.call():
             try:
-                now_us, is_alive = self._now_us(), Liveness()
-                with self._write("remove objects") as changes:
+                now_us, is_alive = self._session.now_us(), Liveness()
+                with self._session.write("remove objects") as changes:
                     return [
                         ledger.removed(changes, key, force=force, now_us=now_us, is_alive=is_alive)
                         for key in keys
                     ]
-            except _FAULTS as error:
-                return [self._down("remove", error)] * len(keys)
+            except FAULTS as error:
+                return [self._session.down("remove", error)] * len(keys)
 
     def clear(self, *, force: bool = False) -> int:
         """As `Store.clear`; raises `StoreError` or `DeadlineExceeded` when the index does not answer."""
-        with self._call():
-            now_us, is_alive = self._now_us(), Liveness()
-            with self._write("clear the store") as changes:
+        with self._session.call():
+            now_us, is_alive = self._session.now_us(), Liveness()
+            with self._session.write("clear the store") as changes:
                 self._ledger.sweep(changes, now_us=now_us, is_alive=is_alive)
                 return ledger.cleared(changes, force=force, now_us=now_us, is_alive=is_alive)
 
     def statistics(self) -> StoreStatistics:
         """As `Store.statistics`; what other processes counted since their last write is not in yet."""
-        with self._call(), self._files.index.read() as view:
-            return summarise(view, self._files.parameters, self._unsaved, self._now_us())
+        with self._session.call(), self._session.read() as view:
+            return summarise(view, self._files.parameters, self._session.unsaved(), self._session.now_us())
 
     def check_integrity(self) -> None:
-        with self._call(), self._files.index.read() as view:
+        with self._session.call(), self._session.read() as view:
             parameters = self._files.parameters
             check_index(
                 view,
-                self._path,
+                self._session.path,
                 capacity_bytes=parameters.size_bytes,
                 spill_bytes=parameters.spill_size_bytes,
             )
 
     def prefault(self) -> None:
         """Map all of the memory now, about a second a GiB, so that the first copies run at full speed."""
-        with self._call():
+        with self._session.call():
             self._files.arena.prefault()
 
     def close(self) -> None:
-        with self._close_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._attachment.check_process()
-        for generation in self._writes.generations():
-            if self._writes.abandon(generation):
-                self._give_up(generation)
-        try:
-            self._save_unsaved()
-        finally:
-            self._attachment.leave()
-
-    def _call(self) -> AbstractContextManager[None]:
-        """The frame of every public call: not closed, not forked, files kept open until it ends."""
-        if self._is_closed:
-            raise StoreError(f"the store in {self._path} was closed")
-        return self._attachment.call()
-
-    @contextmanager
-    def _write(self, waiting_to: str) -> Iterator[IndexTransaction]:
-        """A write transaction that also brings in what this process has not saved yet."""
-        with self._unsaved.taken() as taken, self._files.index.write(waiting_to) as changes:
-            changes.counters.misses += taken.misses
-            changes.counters.stale_reads += taken.stale_reads
-            for generation in taken.given_up:
-                reservation = changes.reservation(generation)
-                if reservation is not None:
-                    free_reservation(changes, generation, reservation)
-                    changes.counters.abandoned += 1
-            yield changes
-
-    def _save_unsaved(self) -> None:
-        try:
-            with self._write("give back room"):
-                pass
-        except _FAULTS as error:
-            self._down("give back room", error)  # kept, and tried again with the next write
-
-    def _give_up(self, generation: int) -> None:
-        """Give back the room of a reservation on which nobody writes any more."""
-        self._unsaved.add_given_up(generation)
-        self._save_unsaved()
+        self._session.close(self._writes.abandon_all)
 
     def _copied(self, record: ObjectRecord, lease: ReadLease, ranges: Sequence[ByteRange]) -> bool:
         """Copy the ranges; False when a spilled object fails its checksum."""
@@ -345,7 +295,7 @@ class LocalStore:
         return False
 
     def _drop_corrupt(self, lease: ReadLease) -> None:
-        with self._write("drop a corrupt object") as changes:
+        with self._session.write("drop a corrupt object") as changes:
             if ledger.dropped_as_corrupt(changes, lease):
                 logger.warning("a spilled object failed its checksum and was dropped: %s", lease.key)
 
@@ -359,22 +309,8 @@ class LocalStore:
                 f"{capacity_bytes} bytes. Fix: raise store_size_GB."
             )
 
-    def _down(self, call: str, error: Exception) -> Status:
-        logger.warning("the store does not answer to %s: %s", call, error)
-        return Status.BACKEND_DOWN
-
-    def _now_us(self) -> int:
-        return _to_us(self._clock())
-
-
-_FAULTS = (StoreError, DeadlineExceeded)
-
 
 def _ttl_us(ttl_s: float) -> int:
     if not ttl_s > 0:
         raise ValueError(f"a lease of {ttl_s} s is none")
-    return _to_us(ttl_s)
-
-
-def _to_us(seconds: float) -> int:
-    return int(seconds * 1e6)
+    return to_us(ttl_s)

@@ -37,10 +37,6 @@ class OpenWrites:
             assert handle.generation not in self._open
             self._open[handle.generation] = _OpenWrite(extents=extents)
 
-    def generations(self) -> list[int]:
-        with self._lock:
-            return list(self._open)
-
     def begin(self, handle: WriteHandle) -> tuple[Extent, ...] | None:
         """Where to write; None when the handle is not open here. `end` has to follow."""
         with self._lock:
@@ -91,6 +87,12 @@ class OpenWrites:
                 return False
             del self._open[generation]
             return True
+
+    def abandon_all(self) -> list[int]:
+        """End every handle; the generations whose room may go back now."""
+        with self._lock:
+            generations = list(self._open)
+        return [generation for generation in generations if self.abandon(generation)]
 
 
 def _add(intervals: list[tuple[int, int]], start: int, end: int) -> None:
