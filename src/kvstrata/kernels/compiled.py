@@ -63,10 +63,8 @@ def _row_at(block_table, request, position, block_tokens, block_stride, row_stri
 
 
 @_jit
-def _key_at(kind, f32, u16, u8, at, slot, width, bits, widened):
-    """Where in the float32 keys the row stored at `at` begins: in place, or widened into a slot."""
-    if kind == FLOAT32:
-        return at
+def _widened_at(kind, f32, u16, u8, at, slot, width, bits, widened):
+    """Where in `widened` (memory: bits) the row stored at `at` begins, once widened into its slot."""
     to = slot * width
     _widen(kind, f32, u16, u8, at, width, bits[to : to + width], widened[to : to + width])
     return to
@@ -179,7 +177,10 @@ def attend_tiles(
             for low in range(0, last + 1, KEY_BLOCK):
                 for j in range(min(KEY_BLOCK, last + 1 - low)):
                     at = _row_at(block_table, request, low + j, block_tokens, block_stride, row_stride)
-                    offsets[j] = _key_at(kind, f32, u16, u8, at, j, width, bits, widened)
+                    if kind == FLOAT32:
+                        offsets[j] = at  # in place
+                    else:
+                        offsets[j] = _widened_at(kind, f32, u16, u8, at, j, width, bits, widened)
                 for i in range(tokens):
                     count = min(KEY_BLOCK, token_position[start + i] + 1 - low)
                     if count > 0:
@@ -195,7 +196,10 @@ def attend_tiles(
                     position = np.int64(selected[start + i, column])
                     if position >= 0:
                         at = _row_at(block_table, request, position, block_tokens, block_stride, row_stride)
-                        offsets[count] = _key_at(kind, f32, u16, u8, at, count, width, bits, widened)
+                        if kind == FLOAT32:
+                            offsets[count] = at
+                        else:
+                            offsets[count] = _widened_at(kind, f32, u16, u8, at, count, width, bits, widened)
                         count += 1
                     if count == KEY_BLOCK or (count > 0 and column == columns - 1):
                         _attend_block(
