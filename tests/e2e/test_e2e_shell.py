@@ -131,9 +131,11 @@ def test_the_readmes_server_answers_the_readmes_question(tmp_path: Path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
             metrics = response.read().decode()
     assert "48213" in answer
-    documented = re.findall(r"^\| `(kvstrata:\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    documented = re.findall(
+        r"^\| `(vllm:kvstrata_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
     assert documented
     assert [name for name in documented if f"{name}_total" not in metrics] == []
-    saved = re.search(r"^kvstrata:saved_bytes_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE)
+    saved = re.search(r"^vllm:kvstrata_saved_bytes_total\{.*\} ([\d.e+]+)$", metrics, re.MULTILINE)
     assert saved is not None
     assert float(saved.group(1)) > 0
