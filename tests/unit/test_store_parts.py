@@ -100,6 +100,25 @@ def test_an_object_lost_while_it_is_copied_is_missing(
     assert get_bytes(store, key(2)) == pattern(2, 2 * MIB)
 
 
+def test_an_object_spilled_while_it_is_copied_is_missing(
+    spilling: LocalStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object is still there, but no longer where the copy takes its bytes from."""
+    put_bytes(spilling, key(1), pattern(1, MIB))
+    lease = acquire(spilling, 1, ttl_s=10)
+    arena, copy = spilling._files.arena, spilling._files.arena.read
+
+    def read(*arguments: object) -> None:
+        clock.now_s += 11
+        assert put_bytes(spilling, key(2), pattern(2, MIB)) is Status.OK
+        copy(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(arena, "read", read)
+    assert read_bytes(spilling, lease) is Status.MISSING
+    monkeypatch.setattr(arena, "read", copy)
+    assert get_bytes(spilling, key(1)) == pattern(1, MIB)
+
+
 @pytest.mark.parametrize("ending", ["abandon", "publish"])
 def test_room_given_up_under_a_write_comes_back_when_the_write_ends(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, ending: str
