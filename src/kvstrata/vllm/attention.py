@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
-from kvstrata.kernels.attention import dense_mla, sparse_mla
-from kvstrata.kernels.rows import write_rows
+from kvstrata.kernels.base import kernels_for
 
 from .hooks import LayerHook, NoHook
 from .metadata import KVStrataMetadata
@@ -54,6 +54,7 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
+        self.kernels = kernels_for(current_platform.device_type)
         self.hook: LayerHook = NoHook()
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
@@ -79,7 +80,9 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         if metadata is not None:
             self.hook.acquire(metadata)
         tokens = slot_mapping.numel()
-        write_rows(kv_cache, torch.cat([kv_c_normed[:tokens], k_pe[:tokens].squeeze(1)], -1), slot_mapping)
+        self.kernels.write_rows(
+            kv_cache, torch.cat([kv_c_normed[:tokens], k_pe[:tokens].squeeze(1)], -1), slot_mapping
+        )
 
     def forward_mqa(
         self,
@@ -96,7 +99,9 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         return out, None
 
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: KVStrataMetadata) -> torch.Tensor:
-        return dense_mla(q, cache, metadata.plan, scale=self.scale, kv_lora_rank=self.kv_lora_rank)
+        return self.kernels.dense_mla(
+            q, cache, metadata.plan, scale=self.scale, kv_lora_rank=self.kv_lora_rank
+        )
 
     def bind(self, layer_name: str, hook: LayerHook) -> None:
         """Attach the data path of ``layer_name``; called by the worker once caches are bound."""
@@ -115,7 +120,9 @@ class KVStrataSparseMLAImpl(KVStrataMLAImpl):
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: KVStrataMetadata) -> torch.Tensor:
         topk = self.topk_indices_buffer
         assert topk is not None, "vLLM gives every sparse layer the shared top-k buffer"
-        return sparse_mla(q, cache, metadata.plan, topk, scale=self.scale, kv_lora_rank=self.kv_lora_rank)
+        return self.kernels.sparse_mla(
+            q, cache, metadata.plan, topk, scale=self.scale, kv_lora_rank=self.kv_lora_rank
+        )
 
 
 def forward_metadata(layer_name: str) -> KVStrataMetadata | None:

@@ -15,6 +15,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import (
     LayerNameType,
     _encode_layer_name,
@@ -23,16 +24,14 @@ from vllm.utils.torch_utils import (
 )
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from kvstrata.kernels.indexer import index_topk
-from kvstrata.kernels.quantise import write_quantised_rows
-from kvstrata.kernels.rows import write_rows
+from kvstrata.kernels.base import kernels_for
+from kvstrata.kernels.quantise import SCALE_BYTES
 
 from .backend import KVStrataIndexerBackend
 from .hooks import LayerHook, NoHook
 from .settings import Settings
 
 _WRAPPER = "MultiHeadLatentAttentionWrapper"
-SCALE_BYTES = 4
 
 
 class IndexerCache(nn.Module, AttentionLayerBase):
@@ -50,6 +49,7 @@ class IndexerCache(nn.Module, AttentionLayerBase):
         self.dtype = torch.uint8 if quantised else dtype
         self.prefix = prefix
         self.cache_config = cache_config
+        self.kernels = kernels_for(current_platform.device_type)
         self.hook: LayerHook = NoHook()
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
 
@@ -95,11 +95,11 @@ def kvstrata_indexer(
     cache_layer.hook.acquire(metadata)
     tokens = slot_mapping.numel()
     if cache_layer.quantised:
-        write_quantised_rows(cache, k[:tokens], slot_mapping)
+        cache_layer.kernels.write_quantised_rows(cache, k[:tokens], slot_mapping)
     else:
-        write_rows(cache, k[:tokens], slot_mapping)
+        cache_layer.kernels.write_rows(cache, k[:tokens], slot_mapping)
     actual = metadata.num_actual_tokens
-    index_topk(
+    cache_layer.kernels.index_topk(
         q[:actual],
         weights[:actual],
         cache,

@@ -6,6 +6,7 @@ the blocks that fit physically, then places the tensors of layers that share a b
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -13,6 +14,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvstrata.core.budget import Budget, check_allocation, layerwise_budget
+from kvstrata.kernels.base import kernels_for
+from kvstrata.kernels.warmup import warm_up
 from kvstrata.memory.host_pool import host_page_bytes
 from kvstrata.move.layerwise import hosted_layers
 
@@ -58,6 +61,13 @@ class KVStrataCPUWorker(CPUWorker):
                 kv_cache_config.num_blocks, kv_cache_config.kv_cache_tensors[0].size, self._budget
             )
         super().initialize_from_config(kv_cache_config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then compile the CPU kernels: seconds on the first start of an installation."""
+        super().load_model(*args, **kwargs)
+        begun = time.perf_counter()
+        warm_up(kernels_for(self.device.type))
+        logger.info("CPU kernels ready after %.1f s", time.perf_counter() - begun)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Work round a stock fault: eager pipeline stages need tensors that only a dummy run allocates."""
