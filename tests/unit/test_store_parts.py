@@ -262,32 +262,29 @@ def test_the_free_map_hands_out_each_granule_once(steps: list[int]) -> None:
     capacity = 24
     free = set(range(capacity))
     taken: list[set[int]] = []
-    environment = free_map_environment()
-    database = environment.open_db(b"free")
-    with environment.begin(write=True) as transaction:
-        free_map = FreeMap(transaction, database)
-        free_map.give_back([Extent(0, capacity * GRANULE_BYTES)])
-        for step in steps:
-            if step > 0 and step <= len(free):
-                extents = free_map.allocate(step * GRANULE_BYTES)
-                got = granules(extents)
-                assert len(got) == step
-                assert got <= free
-                free -= got
-                taken.append(got)
-            elif step < 0 and -step <= len(taken):
-                back = taken.pop(step)
-                free_map.give_back([Extent(item * GRANULE_BYTES, GRANULE_BYTES) for item in sorted(back)])
-                free |= back
-            left = list(free_map)
-            assert granules(left) == free
-            assert all(one.end < two.offset for one, two in itertools.pairwise(left))
-        transaction.abort()
-    environment.close()
-
-
-def free_map_environment() -> lmdb.Environment:
-    return lmdb.open(tempfile.mkdtemp(), max_dbs=1, sync=False)
+    with tempfile.TemporaryDirectory() as path:
+        environment = lmdb.open(path, max_dbs=1, sync=False)
+        database = environment.open_db(b"free")
+        with environment.begin(write=True) as transaction:
+            free_map = FreeMap(transaction, database)
+            free_map.give_back([Extent(0, capacity * GRANULE_BYTES)])
+            for step in steps:
+                if step > 0 and step <= len(free):
+                    extents = free_map.allocate(step * GRANULE_BYTES)
+                    got = granules(extents)
+                    assert len(got) == step
+                    assert got <= free
+                    free -= got
+                    taken.append(got)
+                elif step < 0 and -step <= len(taken):
+                    back = taken.pop(step)
+                    free_map.give_back([Extent(item * GRANULE_BYTES, GRANULE_BYTES) for item in sorted(back)])
+                    free |= back
+                left = list(free_map)
+                assert granules(left) == free
+                assert all(one.end < two.offset for one, two in itertools.pairwise(left))
+            transaction.abort()
+        environment.close()
 
 
 def granules(extents: list[Extent] | tuple[Extent, ...]) -> set[int]:
