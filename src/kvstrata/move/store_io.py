@@ -153,28 +153,28 @@ class StoreIO:
 
     def _fetch_layer(self, layer: int) -> None:
         # Runs on the fetch lane.
-        pieces = [piece for piece in self._pieces if piece.layer == layer]
-        for block_id, lease in self._fetching:
-            if block_id in self._failed:
-                continue
-            ranges = [
-                ByteRange(
-                    offset=piece.offset,
-                    dst_address=self._address(piece, block_id),
-                    size_bytes=piece.size_bytes,
-                )
-                for piece in pieces
-            ]
-            try:
-                status = self._store.read(lease, ranges)
-            except KVStrataError as error:
-                logger.warning("store read failed: %s", error)
-                status = Status.BACKEND_DOWN
+        wanted = [(block_id, lease) for block_id, lease in self._fetching if block_id not in self._failed]
+        reads = [(lease, self._ranges(layer, block_id)) for block_id, lease in wanted]
+        try:
+            statuses = self._store.read_many(reads)
+        except KVStrataError as error:
+            logger.warning("store read of layer %d failed: %s", layer, error)
+            statuses = [Status.BACKEND_DOWN] * len(reads)
+        for (block_id, _), status in zip(wanted, statuses, strict=True):
             if status is not Status.OK:
                 logger.info(
                     "block %d: layer %d is %s in the store; recomputing", block_id, layer, status.value
                 )
                 self._failed.add(block_id)
+
+    def _ranges(self, layer: int, block_id: int) -> list[ByteRange]:
+        return [
+            ByteRange(
+                offset=piece.offset, dst_address=self._address(piece, block_id), size_bytes=piece.size_bytes
+            )
+            for piece in self._pieces
+            if piece.layer == layer
+        ]
 
     def _put_block(self, block_id: int, block_hash: bytes) -> None:
         key = StoreKey(namespace=self._namespace, rank=self._rank, block_hash=block_hash)
