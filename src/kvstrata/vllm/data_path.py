@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from kvstrata.core.gate import PhysicalRange, SlotGate
 from kvstrata.core.layers import Component
+from kvstrata.kernels.parallel import pool_cpus
 from kvstrata.memory.allocator import SharedMemoryAllocator
 from kvstrata.memory.host_pool import HostPool
 from kvstrata.memory.pages import PageView
@@ -55,7 +56,7 @@ class DataPath:
         self._plan = layout.plan
         self._num_blocks = num_blocks
         self._rank = rank
-        self._engine: CopyEngine = engine_for(device.type)
+        self._engine: CopyEngine = engine_for(device.type, **_engine_options(device.type))
         moving = (
             DroppingEngine(self._engine, lanes={LOAD_LANE})
             if settings.additional.fault == "skip_loads"
@@ -121,11 +122,9 @@ class DataPath:
         if self._io is None:
             return
         self._io.end_step()
-        doubtful = self.failed_blocks()
-        broken = {fetch.request_id for fetch in self._transfers.fetches if fetch.block_id in doubtful}
-        self._io.put(
-            [(put.block_id, put.block_hash) for put in self._transfers.puts if put.request_id not in broken]
-        )
+        if self.failed_blocks():  # any request of this step may share them and have computed from them
+            return
+        self._io.put([(put.block_id, put.block_hash) for put in self._transfers.puts])
 
     def failed_blocks(self) -> frozenset[int]:
         """Return the blocks of this step whose rows did not arrive: vLLM recomputes them."""
@@ -201,6 +200,11 @@ def _blocks(metadata: KVStrataMetadata) -> StepBlocks:
             metadata.plan.block_tokens,
         )
     return metadata.blocks
+
+
+def _engine_options(device_type: str) -> dict[str, Any]:
+    """On CPU the copy threads run where the rank computes, not on the one CPU of the thread that made them."""
+    return {"cpu_ids": sorted(pool_cpus()) or None} if device_type == "cpu" else {}
 
 
 def _windows(layout: Layout, kv_caches: Mapping[str, torch.Tensor]) -> dict[tuple[int, Component], PageView]:

@@ -164,8 +164,12 @@ class StoreScheduler:
         tracked.block_ids = [*(kept or ()), *added]
         if kept is None:  # what it starts from was offered when it was computed
             tracked.offered_blocks = max(tracked.offered_blocks, computed // self._block_tokens)
+        else:  # vLLM went back to blocks the store had lost: what is computed again is offered again
+            tracked.offered_blocks = min(tracked.offered_blocks, computed // self._block_tokens)
         if not self._stores(tracked.request):
             return
+        if transfers.fetches and len(self._ranks) > 1:
+            return  # no rank knows whether another one's fetch failed: offered in the step after
         confirmed = confirmed_tokens(tracked.request, computed, output.num_scheduled_tokens[request_id])
         ready = min(confirmed // self._block_tokens, len(tracked.request.block_hashes))
         for at in range(tracked.offered_blocks, ready):

@@ -67,6 +67,14 @@ class Settings:
             logger.info(
                 "kv_load_failure_policy set to 'recompute': a block missing in the store is recomputed"
             )
+        if self.connector.store.backend != "none" and vllm_config.scheduler_config.async_scheduling:
+            # vLLM 0.32 recomputes with the placeholders of steps in flight and ends in an index error.
+            vllm_config.scheduler_config.async_scheduling = False
+            logger.warning(
+                "async_scheduling set to False: with it vLLM %s cannot recompute a block the store lost; "
+                'set backend to "none" to keep it',
+                "0.32",
+            )
 
 
 def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
