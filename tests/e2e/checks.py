@@ -15,6 +15,8 @@ LOGPROB_TOLERANCE = 5e-5
 ModelOf = Callable[[str], Model]
 TransformersTokens = Callable[[str], list[list[int]]]
 PlainAnswers = Callable[..., Outcome]
+Prompts = Sequence[Sequence[int]]
+Truth = Callable[..., Outcome]
 
 
 def assert_exact(got: Outcome, plain: Outcome, reference: Sequence[Sequence[int]]) -> None:
@@ -25,6 +27,12 @@ def assert_exact(got: Outcome, plain: Outcome, reference: Sequence[Sequence[int]
     assert got.tokens == reference
     assert got.tokens == plain.tokens
     assert largest_difference(got, plain) <= LOGPROB_TOLERANCE
+
+
+def assert_true(got: Outcome, truth: Outcome) -> None:
+    """As `assert_exact`, against answers on which plain vLLM and transformers agreed (fixture `truth`)."""
+    assert got.tokens == truth.tokens
+    assert largest_difference(got, truth) <= LOGPROB_TOLERANCE
 
 
 def assert_same_bits(got: Outcome, plain: Outcome) -> None:

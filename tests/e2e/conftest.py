@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import pytest
 import references
-from checks import NEW_TOKENS, ModelOf, PlainAnswers, TransformersTokens
+from checks import NEW_TOKENS, ModelOf, PlainAnswers, Prompts, TransformersTokens, Truth
 from engines import Outcome, open_engine
 from models import RECIPES, Model, build_seeded, trained
 
@@ -71,6 +71,25 @@ def plain(model_of: ModelOf) -> PlainAnswers:
             model = model_of(name)
             with open_engine(model, **arguments) as engine:
                 outcomes[key] = engine.ask(model.prompts, NEW_TOKENS)
+        return outcomes[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def truth(model_of: ModelOf) -> Truth:
+    """Return what plain vLLM answers to any prompts, once transformers has answered the same."""
+    outcomes: dict[str, Outcome] = {}
+
+    def get(name: str, prompts: Prompts, new_tokens: int = NEW_TOKENS) -> Outcome:
+        key = f"{name} {[list(prompt) for prompt in prompts]} {new_tokens}"
+        if key not in outcomes:
+            model = model_of(name)
+            reference = references.greedy(model.path, prompts, new_tokens)
+            with open_engine(model) as engine:
+                outcome = engine.ask(prompts, new_tokens)
+            assert outcome.tokens == reference.tokens
+            outcomes[key] = outcome
         return outcomes[key]
 
     return get

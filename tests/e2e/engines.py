@@ -163,9 +163,14 @@ def _chosen_logprobs(completion: Any) -> list[float]:
 
 @contextlib.contextmanager
 def open_engine(model: Model, **overrides: Any) -> Iterator[Engine]:
-    """Run the block with an engine; afterwards its memory, threads and process groups are gone."""
-    from vllm import LLM
+    """Run the block with an engine; afterwards its memory, threads and process groups are gone.
 
+    One at a time: two engines in one process share vLLM's globals.
+    """
+    from vllm import LLM
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    assert not model_parallel_is_initialized(), "another engine is open in this process"
     engine: Engine | None = Engine(LLM(**engine_arguments(model, **overrides)))
     try:
         yield engine  # type: ignore[misc]
