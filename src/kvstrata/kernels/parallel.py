@@ -28,7 +28,7 @@ def run_shares(
         kernel(0, 1, *arguments)
         return
     failures: list[BaseException] = []
-    cpus = _cpus_of_pool(workers)
+    cpus = pool_cpus() if _bound_to_fewer(workers) else set()
 
     def helper(worker: int) -> None:
         try:
@@ -50,17 +50,15 @@ def run_shares(
         raise failures[0]
 
 
-def _cpus_of_pool(workers: int) -> set[int]:
-    """Where helper threads may run; empty: where the caller may.
+def pool_cpus() -> set[int]:
+    """The CPUs that this process computes on; empty where the system does not tell.
 
-    vLLM binds each OpenMP thread to one CPU and the caller is one of them: a thread started here would
+    vLLM binds each OpenMP thread to one CPU and the caller is one of them: a thread started by it would
     inherit that single CPU. The CPUs of the other threads bound alike are the pool's.
     """
     if not hasattr(os, "sched_getaffinity"):
         return set()
     own = os.sched_getaffinity(0)
-    if len(own) >= workers:
-        return set()
     pool = set(own)
     for task in os.listdir("/proc/self/task"):
         try:
@@ -70,3 +68,7 @@ def _cpus_of_pool(workers: int) -> set[int]:
         if len(cpus) == len(own):
             pool |= cpus
     return pool
+
+
+def _bound_to_fewer(workers: int) -> bool:
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < workers

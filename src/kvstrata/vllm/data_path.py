@@ -203,7 +203,7 @@ def _blocks(metadata: KVStrataMetadata) -> StepBlocks:
 
 
 def _engine_options(device_type: str) -> dict[str, Any]:
-    """On CPU the copy threads run where the rank computes, not on the one CPU of the thread that made them."""
+    """On CPU the copy threads run where the rank computes, not on the one CPU of their maker."""
     return {"cpu_ids": sorted(pool_cpus()) or None} if device_type == "cpu" else {}
 
 
