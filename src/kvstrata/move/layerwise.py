@@ -12,6 +12,7 @@ other layer never moves: its window is its home.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvstrata.core.buffers import BufferPlan, SlotId
-from kvstrata.core.gate import Obligation, Outcome, SlotGate
+from kvstrata.core.gate import GateState, Obligation, Outcome, SlotGate
 from kvstrata.core.layers import Component
+from kvstrata.errors import DeadlineExceeded, KVStrataError, TransferFailed
 from kvstrata.memory.host_pool import HostPool
 from kvstrata.memory.pages import PageView
 from kvstrata.move.engine import CopyEngine, CopyToken
@@ -87,7 +89,7 @@ class LayerwisePipeline:
             for bundle in plan.bundles
         }
         self._drafts = {bundle.index for bundle in plan.bundles if bundle.is_draft}
-        self._step = 0
+        self._serial = itertools.count()
         self._held: set[int] = set()
         self._loading: dict[int, CopyToken] = {}
         self._saving: dict[Obligation, tuple[SlotId, CopyToken]] = {}
@@ -96,56 +98,73 @@ class LayerwisePipeline:
         self._statistics = LayerwiseStatistics()
 
     def begin_step(self, arrivals: Mapping[int, CopyToken] | None = None) -> None:
-        """Start a forward; ``arrivals`` maps layers to tokens after which their homes hold external rows."""
-        assert not self._loading, "a load outlived its step"
-        assert not self._saving, "a save outlived its step"
-        self._step += 1
-        self._held.clear()
+        """Start a forward; ``arrivals`` maps layers to tokens after which their homes hold external rows.
+
+        A forward that broke off before its ``end_step`` is ended first, and raises here what that would have.
+        """
+        if self._loading or self._saving or self._held:
+            self.end_step()
         self._resident.clear()
         self._arrivals = arrivals or {}
         self._count(steps=1)
 
     def acquire(self, layer: int, blocks: StepBlocks) -> None:
-        """Return once ``layer``'s window may be written and holds the prefix; legal again until released."""
+        """Return once ``layer``'s window may be written and holds the prefix; legal again until released.
+
+        Raises TransferFailed or DeadlineExceeded, again for every further try in this step: the window does
+        not hold the prefix and may not be used.
+        """
         if layer in self._held:
             return
+        if layer in self._moving:
+            is_early = layer in self._loading
+            self._count(prefetched_loads=int(is_early), late_loads=int(not is_early))
+            if not is_early:
+                self._loading[layer] = self._start_load(layer, blocks)
+            self._wait(self._loading[layer], f"load of layer {layer}")
+            del self._loading[layer]
+            self._settle_saves_of(self._plan.slot_of(layer))
+        elif layer in self._arrivals:
+            self._wait(self._arrivals[layer], f"store rows of layer {layer}")
         self._held.add(layer)
-        if layer not in self._moving:
-            arrival = self._arrivals.get(layer)
-            if arrival is not None:
-                self._wait(arrival, f"store rows of layer {layer}")
-            return
-        token = self._loading.pop(layer, None)
-        if token is None:
-            token = self._start_load(layer, blocks)
-            self._count(late_loads=1)
-        else:
-            self._count(prefetched_loads=1)
-        self._wait(token, f"load of layer {layer}")
-        self._settle_saves_of(self._plan.slot_of(layer))
 
     def release(self, layer: int, blocks: StepBlocks) -> None:
         """Save the rows this forward wrote, then prefetch; the slot stays ``layer``'s until the save ends."""
-        self._held.discard(layer)
         if layer in self._moving:
             self._start_save(layer, blocks)
+        self._held.discard(layer)
         self._prefetch_after(layer, blocks)
 
     def end_step(self) -> None:
-        """Wait until every save has reached the host (device constraint 14) and forget unused prefetches."""
-        for layer in list(self._loading):
-            self._wait(self._loading.pop(layer), f"unused prefetch of layer {layer}")
-            slot = self._plan.slot_of(layer)
-            self._settle_saves_of(slot)
-            self._gate.publish(slot, layer, ())
+        """Wait until every save has reached the host (device constraint 14) and forget unused prefetches.
+
+        All that has ended is put in order before the first failure is raised, so that the next step starts
+        clean. What still moves after the deadline keeps its slot, and the next call waits for it again (M3).
+        """
+        troubles: list[KVStrataError] = []
+        for layer, token in list(self._loading.items()):
+            try:
+                self._wait(token, f"unused load of layer {layer}")
+            except TransferFailed as trouble:
+                troubles.append(trouble)
+            except DeadlineExceeded as trouble:
+                troubles.append(trouble)
+                continue
+            del self._loading[layer]
+            self._gate.publish(self._plan.slot_of(layer), layer, ())
         begun = self._clock()
-        for slot, _ in list(self._saving.values()):
-            self._settle_saves_of(slot)
+        for obligation in list(self._saving):
+            try:
+                self._settle_save(obligation)
+            except (TransferFailed, DeadlineExceeded) as trouble:
+                troubles.append(trouble)
         self._count(save_wait_s=self._clock() - begun)
         for layer in sorted(self._held & self._moving):
             self._gate.publish(self._plan.slot_of(layer), layer, ())
         self._held.clear()
         self._arrivals = {}
+        if troubles:
+            raise troubles[0]
 
     def home(self, layer: int, component: Component) -> PageView:
         """Return where the layer's full KV persists between steps."""
@@ -159,11 +178,16 @@ class LayerwisePipeline:
         return self._statistics
 
     def check_integrity(self) -> None:
-        """Check that gate, pool and pipeline agree; between steps nothing may be in flight."""
+        """Check that gate, pool and pipeline agree on every slot."""
         self._gate.check_integrity()
         if self._host is not None:
             self._host.check_integrity()
-        assert not self._saving or self._held or self._loading or self._step, "saves without a step"
+        for layer in (self._held & self._moving) | set(self._loading):
+            slot = self._plan.slot_of(layer)
+            assert self._gate.owner(slot) == layer, f"slot {slot} was taken from layer {layer}"
+            assert self._gate.state(slot) is GateState.CLAIMED, f"slot {slot} of layer {layer} is not claimed"
+        for obligation, (slot, _) in self._saving.items():
+            assert obligation in self._gate.pending(slot), f"{obligation} does not hold slot {slot}"
 
     def _start_load(self, layer: int, blocks: StepBlocks) -> CopyToken:
         slot = self._plan.slot_of(layer)
@@ -171,26 +195,30 @@ class LayerwisePipeline:
         wanted = blocks.load
         if resident is not None and resident.layer == layer:
             wanted = np.setdiff1d(wanted, resident.blocks, assume_unique=True)
+        copies = self._copies(layer, wanted, to_host=False)
         behind = self._gate.pending(slot)
         tokens = [self._saving[obligation][1] for obligation in behind]
-        arrival = self._arrivals.get(layer)
-        if arrival is not None:
-            tokens.append(arrival)
+        if layer in self._arrivals:
+            tokens.append(self._arrivals[layer])
         self._gate.claim(slot, layer, ordered_behind=behind)
-        copies = self._copies(layer, wanted, to_host=False)
+        try:
+            token = self._engine.lane(LOAD_LANE).submit(copies, after=tokens, name=f"load of layer {layer}")
+        except BaseException:
+            self._gate.publish(slot, layer, ())  # nothing was started: the slot is free again
+            raise
         self._resident[slot] = _Resident(layer=layer, blocks=np.union1d(blocks.load, blocks.save))
         self._count(loaded_bytes=copies.total_bytes)
-        return self._engine.lane(LOAD_LANE).submit(copies, after=tokens, name=f"load of layer {layer}")
+        return token
 
     def _start_save(self, layer: int, blocks: StepBlocks) -> None:
         slot = self._plan.slot_of(layer)
         copies = self._copies(layer, blocks.save, to_host=True)
-        obligation = Obligation(kind="save", key=(self._step, layer, len(self._saving)))
-        self._gate.publish(slot, layer, (obligation,))
         token = self._engine.lane(SAVE_LANE).submit(
             copies, after=(self._engine.compute_done(),), name=f"save of layer {layer}"
         )
+        obligation = Obligation(kind="save", key=(layer, next(self._serial)))
         self._saving[obligation] = (slot, token)
+        self._gate.publish(slot, layer, (obligation,))
         self._count(saved_bytes=copies.total_bytes)
 
     def _prefetch_after(self, layer: int, blocks: StepBlocks) -> None:
@@ -198,14 +226,11 @@ class LayerwisePipeline:
 
         Draft layers are left out: they may run several times a step, each time with another prefix.
         """
-        taken = {self._plan.slot_of(other) for other in self._held | set(self._loading)}
         for later in self._plan.following(layer, self._prefetch_layers):
-            if later in self._drafts or later not in self._moving or later in self._loading:
+            if later in self._drafts or later not in self._moving:
                 continue
-            slot = self._plan.slot_of(later)
-            if slot not in taken:
+            if self._gate.state(self._plan.slot_of(later)) is not GateState.CLAIMED:
                 self._loading[later] = self._start_load(later, blocks)
-                taken.add(slot)
 
     def _copies(self, layer: int, block_ids: Int64Array, *, to_host: bool) -> CopyPlan:
         assert self._host is not None
@@ -217,16 +242,28 @@ class LayerwisePipeline:
         return concat(plans)
 
     def _settle_saves_of(self, slot: SlotId) -> None:
-        for obligation, (owner, token) in list(self._saving.items()):
+        for obligation, (owner, _) in list(self._saving.items()):
             if owner == slot:
-                token.wait(deadline_s=self._deadline_s, what=f"save {obligation.key}")
-                self._gate.settle(slot, obligation, Outcome.DONE)
-                del self._saving[obligation]
+                self._settle_save(obligation)
+
+    def _settle_save(self, obligation: Obligation) -> None:
+        """Wait for one save; past its deadline it still reads the slot, so the obligation stands."""
+        slot, token = self._saving[obligation]
+        try:
+            token.wait(deadline_s=self._deadline_s, what=f"end of {token.name}")
+        except TransferFailed:
+            del self._saving[obligation]
+            self._gate.settle(slot, obligation, Outcome.FAILED)
+            raise
+        del self._saving[obligation]
+        self._gate.settle(slot, obligation, Outcome.DONE)
 
     def _wait(self, token: CopyToken, what: str) -> None:
         begun = self._clock()
-        token.wait(deadline_s=self._deadline_s, what=what)
-        self._count(load_wait_s=self._clock() - begun)
+        try:
+            token.wait(deadline_s=self._deadline_s, what=what)
+        finally:
+            self._count(load_wait_s=self._clock() - begun)
 
     def _count(self, **more: float) -> None:
         now = self._statistics
