@@ -57,11 +57,10 @@ class DataPath:
         self._num_blocks = num_blocks
         self._rank = rank
         self._engine: CopyEngine = engine_for(device.type, **_engine_options(device.type))
-        moving = (
-            DroppingEngine(self._engine, lanes={LOAD_LANE})
-            if settings.additional.fault == "skip_loads"
-            else self._engine
-        )
+        moving = self._engine
+        if settings.additional.fault == "skip_loads":
+            logger.warning("fault is 'skip_loads': answers of this engine are wrong on purpose")
+            moving = DroppingEngine(self._engine, lanes={LOAD_LANE})
         self._host = (
             HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(prefault=True), layers=hosted)
             if hosted
