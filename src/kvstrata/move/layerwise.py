@@ -91,6 +91,7 @@ class LayerwisePipeline:
         self._drafts = {bundle.index for bundle in plan.bundles if bundle.is_draft}
         self._serial = itertools.count()
         self._held: set[int] = set()
+        self._released: set[int] = set()
         self._loading: dict[int, CopyToken] = {}
         self._saving: dict[Obligation, tuple[SlotId, CopyToken]] = {}
         self._resident: dict[SlotId, _Resident] = {}
@@ -105,6 +106,7 @@ class LayerwisePipeline:
         if self._loading or self._saving or self._held:
             self.end_step()
         self._resident.clear()
+        self._released.clear()
         self._arrivals = arrivals or {}
         self._count(steps=1)
 
@@ -133,6 +135,7 @@ class LayerwisePipeline:
         if layer in self._moving:
             self._start_save(layer, blocks)
         self._held.discard(layer)
+        self._released.add(layer)
         self._prefetch_after(layer, blocks)
 
     def end_step(self) -> None:
@@ -165,6 +168,10 @@ class LayerwisePipeline:
         self._arrivals = {}
         if troubles:
             raise troubles[0]
+
+    def ran_all_target_layers(self) -> bool:
+        """Whether the forward got through; if not, its blocks lack rows and may not be shown to anyone."""
+        return self._released.issuperset(self._plan.execution_order[: -len(self._drafts) or None])
 
     def home(self, layer: int, component: Component) -> PageView:
         """Return where the layer's full KV persists between steps."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from kvstrata.core.bundle import Bundle, layout_digest
 from kvstrata.core.layers import Component
-from kvstrata.errors import KVStrataError
+from kvstrata.errors import DeadlineExceeded, TransferFailed
 from kvstrata.memory.pages import PageView
 from kvstrata.move.engine import CopyEngine, CopyToken
 from kvstrata.store.base import ByteRange, ReadLease, Status, Store, StoreKey, WriteHandle
@@ -40,6 +40,14 @@ class StoreIOStatistics:
     put_known_blocks: int = 0
     put_refused_blocks: int = 0
     put_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fetch:
+    """One step's blocks to fill. The fetch lane adds to `failed`; others look once the lane is drained."""
+
+    blocks: tuple[tuple[int, ReadLease], ...] = ()
+    failed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +85,10 @@ class StoreIO:
         self._deadline_s = deadline_s
         self._layout = layout_digest(bundles)
         self._pieces = _pieces(bundles)
+        self._layers = tuple(bundle.index for bundle in bundles)
         self._size_bytes = sum(piece.size_bytes for piece in self._pieces)
         self._putting: CopyToken | None = None
-        self._failed: set[int] = set()
-        self._fetching: list[tuple[int, ReadLease]] = []
+        self._fetch = _Fetch()
         self._statistics = StoreIOStatistics()
         self._counting = threading.Lock()  # puts are counted on their lane
 
@@ -91,36 +99,35 @@ class StoreIO:
         block without a lease, or whose object has another layout or size, counts as failed.
         """
         self.settle_puts()
-        self._failed = set()
-        self._fetching = []
-        for block_id, lease in fetches:
-            if lease is None or lease.layout != self._layout or lease.size_bytes != self._size_bytes:
-                self._failed.add(block_id)
-            else:
-                self._fetching.append((block_id, lease))
-        if not self._fetching:
+        self._settle_fetches()  # left over where a forward broke off: their blocks may have a new owner now
+        failed = {block_id for block_id, lease in fetches if not self._is_readable(lease)}
+        self._fetch = _Fetch(
+            blocks=tuple(
+                (block_id, lease) for block_id, lease in fetches if lease and block_id not in failed
+            ),
+            failed=failed,
+        )
+        if not self._fetch.blocks:
             return {}
         lane = self._engine.lane(FETCH_LANE)
-        tokens: dict[int, CopyToken] = {}
-        for layer in dict.fromkeys(piece.layer for piece in self._pieces):
-            tokens[layer] = lane.call(partial(self._fetch_layer, layer), name=f"store rows of layer {layer}")
-        return tokens
+        return {
+            layer: lane.call(
+                partial(self._fetch_layer, layer, self._fetch), name=f"store rows of layer {layer}"
+            )
+            for layer in self._layers
+        }
 
     def failed_blocks(self) -> frozenset[int]:
-        """Return the blocks of this step that hold doubtful rows; legal once every layer was waited for."""
-        return frozenset(self._failed)
+        """Return the blocks of this step that hold doubtful rows; waits for every fetch of the step."""
+        self._settle_fetches()
+        return frozenset(self._fetch.failed)
 
     def end_step(self) -> None:
-        """Wait for fetches that no layer waited for, and count the step."""
-        if self._fetching:
-            self._engine.lane(FETCH_LANE).drain(deadline_s=self._deadline_s)
-        good = [block_id for block_id, _ in self._fetching if block_id not in self._failed]
-        self._count(
-            fetched_blocks=len(good),
-            failed_blocks=len(self._failed),
-            fetched_bytes=len(good) * self._size_bytes,
-        )
-        self._fetching = []
+        """Wait for every fetch of the step, and count it."""
+        failed = self.failed_blocks()
+        good = sum(block_id not in failed for block_id, _ in self._fetch.blocks)
+        self._count(fetched_blocks=good, failed_blocks=len(failed), fetched_bytes=good * self._size_bytes)
+        self._fetch = _Fetch(failed=self._fetch.failed)
 
     def put(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Offer finished blocks (block id, block hash); their homes must not change until settled."""
@@ -130,9 +137,18 @@ class StoreIO:
 
         def run() -> None:
             for block_id, block_hash in blocks:
-                self._put_block(block_id, block_hash)
+                try:
+                    self._put_block(block_id, block_hash)
+                except Exception as error:  # whatever a store raises costs a future hit, never this engine
+                    logger.warning("a block stays out of the store: %s", error, exc_info=True)
+                    self._count(put_refused_blocks=1)
 
-        self._putting = self._engine.lane(PUT_LANE).call(run, name=f"store put of {len(blocks)} blocks")
+        name = f"store put of {len(blocks)} blocks"
+        try:
+            self._putting = self._engine.lane(PUT_LANE).call(run, name=name)
+        except TransferFailed as error:
+            logger.warning("%s failed, the blocks stay out of the store: %s", name, error)
+            self._count(put_refused_blocks=len(blocks))
 
     def settle_puts(self) -> None:
         """Wait until no put reads a home any more. A put that failed is a future miss, nothing else."""
@@ -141,40 +157,44 @@ class StoreIO:
             return
         try:
             token.wait(deadline_s=self._deadline_s, what=token.name)
-        except KVStrataError as error:
-            if isinstance(error, TimeoutError):
-                self._putting = token  # still reading: the blocks may not be written
-                raise
+        except DeadlineExceeded:
+            self._putting = token  # still reading: the blocks may not be written
+            raise
+        except TransferFailed as error:
             logger.warning("%s failed, the blocks stay out of the store: %s", token.name, error)
 
     def statistics(self) -> StoreIOStatistics:
         """Return totals since start."""
         return self._statistics
 
-    def _fetch_layer(self, layer: int) -> None:
+    def _settle_fetches(self) -> None:
+        if self._fetch.blocks:
+            self._engine.lane(FETCH_LANE).drain(deadline_s=self._deadline_s)
+
+    def _is_readable(self, lease: ReadLease | None) -> bool:
+        return lease is not None and lease.layout == self._layout and lease.size_bytes == self._size_bytes
+
+    def _fetch_layer(self, layer: int, fetch: _Fetch) -> None:
         # Runs on the fetch lane.
-        wanted = [(block_id, lease) for block_id, lease in self._fetching if block_id not in self._failed]
-        reads = [(lease, self._ranges(layer, block_id)) for block_id, lease in wanted]
+        blocks = [(block_id, lease) for block_id, lease in fetch.blocks if block_id not in fetch.failed]
+        pieces = [piece for piece in self._pieces if piece.layer == layer]
+        reads = [(lease, [self._range(piece, block_id) for piece in pieces]) for block_id, lease in blocks]
         try:
             statuses = self._store.read_many(reads)
-        except KVStrataError as error:
-            logger.warning("store read of layer %d failed: %s", layer, error)
-            statuses = [Status.BACKEND_DOWN] * len(reads)
-        for (block_id, _), status in zip(wanted, statuses, strict=True):
+        except Exception as error:  # whatever a store raises, its rows are computed again
+            logger.warning("the store failed to read %d blocks: %s", len(blocks), error, exc_info=True)
+            statuses = [Status.BACKEND_DOWN] * len(blocks)
+        for (block_id, _), status in zip(blocks, statuses, strict=True):
             if status is not Status.OK:
                 logger.info(
-                    "block %d: layer %d is %s in the store; recomputing", block_id, layer, status.value
+                    "block %d: %s in the store at layer %d; recomputing", block_id, status.value, layer
                 )
-                self._failed.add(block_id)
+                fetch.failed.add(block_id)
 
-    def _ranges(self, layer: int, block_id: int) -> list[ByteRange]:
-        return [
-            ByteRange(
-                offset=piece.offset, dst_address=self._address(piece, block_id), size_bytes=piece.size_bytes
-            )
-            for piece in self._pieces
-            if piece.layer == layer
-        ]
+    def _range(self, piece: _Piece, block_id: int) -> ByteRange:
+        return ByteRange(
+            offset=piece.offset, dst_address=self._address(piece, block_id), size_bytes=piece.size_bytes
+        )
 
     def _put_block(self, block_id: int, block_hash: bytes) -> None:
         key = StoreKey(namespace=self._namespace, rank=self._rank, block_hash=block_hash)
@@ -195,12 +215,13 @@ class StoreIO:
         except BaseException:
             self._store.abandon(handle)
             raise
-        published = self._store.publish(handle) is Status.OK
-        self._count(
-            put_blocks=int(published),
-            put_known_blocks=int(not published),
-            put_bytes=self._size_bytes if published else 0,
-        )
+        status = self._store.publish(handle)
+        if status is Status.OK:
+            self._count(put_blocks=1, put_bytes=self._size_bytes)
+        elif status is Status.EXISTS:  # another engine was first
+            self._count(put_known_blocks=1)
+        else:
+            self._count(put_refused_blocks=1)
 
     def _address(self, piece: _Piece, block_id: int) -> int:
         page = self._home(piece.layer, piece.component)

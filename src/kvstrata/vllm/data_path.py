@@ -107,6 +107,7 @@ class DataPath:
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Start a forward: settle the step before, start the store's fetches."""
+        self._pipeline.end_step()  # a forward that broke off still saves to homes that fetches would write
         self._transfers = transfers
         arrivals = None
         if self._io is not None:
@@ -121,7 +122,9 @@ class DataPath:
         if self._io is None:
             return
         self._io.end_step()
-        if self.failed_blocks():  # any request of this step may share them and have computed from them
+        # Any request of this step may share a failed block and have computed from it; and vLLM ends the step
+        # of a forward that raised, too.
+        if self.failed_blocks() or not self._pipeline.ran_all_target_layers():
             return
         self._io.put([(put.block_id, put.block_hash) for put in self._transfers.puts])
 
