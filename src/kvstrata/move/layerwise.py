@@ -220,12 +220,17 @@ class LayerwisePipeline:
     def _start_save(self, layer: int, blocks: StepBlocks) -> None:
         slot = self._plan.slot_of(layer)
         copies = self._copies(layer, blocks.save, to_host=True)
-        token = self._engine.lane(SAVE_LANE).submit(
-            copies, after=(self._engine.compute_done(),), name=f"save of layer {layer}"
-        )
         obligation = Obligation(kind="save", key=(layer, next(self._serial)))
-        self._saving[obligation] = (slot, token)
         self._gate.publish(slot, layer, (obligation,))
+        self._held.discard(layer)
+        try:
+            token = self._engine.lane(SAVE_LANE).submit(
+                copies, after=(self._engine.compute_done(),), name=f"save of layer {layer}"
+            )
+        except BaseException:
+            self._gate.settle(slot, obligation, Outcome.FAILED)
+            raise
+        self._saving[obligation] = (slot, token)
         self._count(saved_bytes=copies.total_bytes)
 
     def _prefetch_after(self, layer: int, blocks: StepBlocks) -> None:
