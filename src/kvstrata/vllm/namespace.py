@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.core.ranks import RankIdentity
 
@@ -32,7 +32,7 @@ def store_namespace(vllm_config: VllmConfig) -> str:
         "model": model.model,
         "revision": model.revision,
         "weights": _weight_files(model.model),
-        "config": json.loads(model.hf_config.to_json_string(use_diff=False)),
+        "config": _hf_config(model.hf_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": cache.cache_dtype,
@@ -70,6 +70,17 @@ def all_rank_keys(vllm_config: VllmConfig) -> tuple[str, ...]:
         for pp in range(parallel.pipeline_parallel_size)
         for tp in range(parallel.tensor_parallel_size)
     )
+
+
+def _hf_config(hf_config: Any) -> dict[str, Any]:
+    """Return the model's own configuration, equal in all processes of an engine.
+
+    Without ``model_type``: vLLM sets it on the class, for some models in the parent process only. The
+    architectures name the model.
+    """
+    config = dict(json.loads(hf_config.to_json_string(use_diff=False)))
+    config.pop("model_type", None)
+    return config
 
 
 def _weight_files(model: str) -> list[tuple[str, int, int]]:
