@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,25 @@ DEADLINE_S = 240
 class ProcessAnswer:
     """What the engine of the other process said."""
 
-    tokens: list[list[list[int]]]  # [round][prompt][token]
-    cached_tokens: list[list[int]]  # [round][prompt]
+    tokens: list[list[list[int]]]  # [batch][prompt][token]
+    cached_tokens: list[list[int]]  # [batch][prompt]
     num_blocks: int
     statistics: list[dict[str, Any]]  # of every rank; empty without kvstrata's worker
 
 
 def ask_in_new_process(
     arguments: Mapping[str, Any],
-    prompts: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[Sequence[int]]],
     new_tokens: int,
     *,
     directory: Path,
-    rounds: int = 1,
+    lose: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ProcessAnswer:
-    """Ask all prompts, `rounds` times over, of an engine with these `vllm.LLM` arguments.
+    """Ask batches of prompts, one after the other, of an engine with these `vllm.LLM` arguments.
 
+    `lose` maps a batch to a rank, such as "tp1of2": what that rank is about to fetch from the store during
+    that batch is removed after the lookup, in spite of its leases.
     Raises AssertionError with the end of the process's output when it fails or overruns its deadline.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -46,9 +49,9 @@ def ask_in_new_process(
         json.dumps(
             {
                 "arguments": dict(arguments),
-                "prompts": [list(prompt) for prompt in prompts],
+                "batches": [[list(prompt) for prompt in prompts] for prompts in batches],
                 "new_tokens": new_tokens,
-                "rounds": rounds,
+                "lose": [(lose or {}).get(at) for at in range(len(batches))],
             }
         )
     )
@@ -69,13 +72,39 @@ def ask_in_new_process(
     return ProcessAnswer(**json.loads(answer.read_text()))
 
 
+@contextlib.contextmanager
+def losing_objects_of(rank: str | None) -> Iterator[None]:
+    """Between lookup and fetch, remove the objects that a rank was promised; None loses nothing."""
+    if rank is None:
+        yield
+        return
+    from kvstrata.vllm.scheduler_side import StoreScheduler
+
+    step = StoreScheduler.step
+
+    def lossy_step(self: StoreScheduler, output: Any) -> Any:
+        transfers = step(self, output)
+        leases = [lease for fetch in transfers.fetches for lease in fetch.leases.values()]
+        self._store.remove([lease.key for lease in leases if rank in lease.key.rank], force=True)
+        return transfers
+
+    StoreScheduler.step = lossy_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StoreScheduler.step = step  # type: ignore[method-assign]
+
+
 def main(job_file: str, answer_file: str) -> None:
     from engines import STATISTICS, Engine
     from vllm import LLM
 
     job = json.loads(Path(job_file).read_text())
     engine = Engine(LLM(**job["arguments"]))
-    outcomes = [engine.ask(job["prompts"], job["new_tokens"], logprobs=False) for _ in range(job["rounds"])]
+    outcomes = []
+    for prompts, rank in zip(job["batches"], job["lose"], strict=True):
+        with losing_objects_of(rank):
+            outcomes.append(engine.ask(prompts, job["new_tokens"], logprobs=False))
     plugins = os.environ.get("VLLM_PLUGINS")
     offloads = "kv_transfer_config" in job["arguments"] and (plugins is None or "kvstrata" in plugins)
     result = ProcessAnswer(

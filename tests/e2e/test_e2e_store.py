@@ -97,7 +97,10 @@ def test_hits_of_an_engine_before_and_beside_are_exact(
         forgot = engine.ask(model.prompts, NEW_TOKENS)
         statistics = engine.statistics()
         beside = ask_in_new_process(
-            engine_arguments(model, **store(tmp_path)), model.prompts, NEW_TOKENS, directory=tmp_path / "job"
+            engine_arguments(model, **store(tmp_path)),
+            [model.prompts],
+            NEW_TOKENS,
+            directory=tmp_path / "job",
         )
         assert_exact(engine.ask(model.prompts, NEW_TOKENS), plain("dsa"), transformers_tokens("dsa"))
     for got in (restarted, forgot):
