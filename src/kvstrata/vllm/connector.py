@@ -25,7 +25,7 @@ from .scheduler_side import StoreScheduler
 from .settings import Settings
 from .stats import KVStrataPromMetrics, KVStrataStats
 from .stores import open_configured_store
-from .transfers import StepTransfers
+from .transfers import StepDone, StepTransfers
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +127,10 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks the store lost between lookup and read; vLLM computes them again."""
         return set(self._data_path.failed_blocks()) if self._data_path is not None else set()
 
+    def build_connector_worker_meta(self) -> StepDone | None:
+        """Answer the step, so that the scheduler's side can tell which one it was."""
+        return StepDone(self._data_path.step_number) if self._data_path is not None else None
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts since the last call."""
         if self._data_path is None:
@@ -169,9 +173,15 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The workers finished a step: its leases may end."""
-        if self._scheduler is not None:
-            self._scheduler.step_done()
+        """The workers finished a step: its leases may end; what came of a lost block is nobody's prefix."""
+        done = connector_output.kv_connector_worker_meta
+        if self._scheduler is None or not isinstance(done, StepDone):
+            return
+        lost = self._scheduler.step_done(done.number, connector_output.invalid_block_ids)
+        if lost:
+            # vLLM keeps them in its prefix cache for the request that computes them again; were that one
+            # aborted before, the next to hit them would read rows that were never there.
+            self._kv_cache_manager.evict_blocks(lost)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: nothing reads them between steps but puts, which a step waits for."""
@@ -188,7 +198,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Drop the store's objects that nobody reads."""
         if self._scheduler is not None:
-            self._scheduler.clear()
+            return self._scheduler.clear()
         return True
 
     @classmethod

@@ -128,6 +128,11 @@ class DataPath:
             return
         self._io.put([(put.block_id, put.block_hash) for put in self._transfers.puts])
 
+    @property
+    def step_number(self) -> int:
+        """The scheduler's number of the step that was begun last; 0 where there is no store."""
+        return self._transfers.number
+
     def failed_blocks(self) -> frozenset[int]:
         """Return the blocks of this step whose rows did not arrive: vLLM recomputes them."""
         return self._io.failed_blocks() if self._io is not None else frozenset()

@@ -7,13 +7,14 @@ take back, and what is confirmed. Only confirmed rows are offered to the store.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm.logger import init_logger
 
-from kvstrata.store.base import ReadLease, Store, StoreKey
+from kvstrata.errors import KVStrataError
+from kvstrata.store.base import ReadLease, Status, Store, StoreKey
 
 from .transfers import Fetch, Put, StepTransfers
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvstrata.scheduler")
 
+_Answer = TypeVar("_Answer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerStatistics:
@@ -30,6 +33,7 @@ class SchedulerStatistics:
 
     asked_blocks: int = 0
     hit_blocks: int = 0
+    store_faults: int = 0  # calls that the store answered with an exception
 
 
 @dataclass(kw_only=True)
@@ -40,6 +44,15 @@ class _Match:
     leases: list[dict[str, ReadLease]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """A step that reads from the store and whose workers have not answered yet."""
+
+    number: int
+    leases: list[ReadLease]
+    block_ids: frozenset[int]
+
+
 @dataclass(kw_only=True)
 class _Tracked:
     """What the connector remembers of a request while vLLM knows it."""
@@ -47,6 +60,7 @@ class _Tracked:
     request: Request
     block_ids: list[int] = field(default_factory=list)
     offered_blocks: int = 0  # leading blocks that the store was offered or already had
+    lost_at: int | None = None  # its first block that the store lost; None: its rows are sound
 
 
 class StoreScheduler:
@@ -63,9 +77,12 @@ class StoreScheduler:
         self._matches: dict[str, _Match] = {}
         self._tracked: dict[str, _Tracked] = {}
         self._fetches: list[Fetch] = []
-        self._reading: deque[list[ReadLease]] = deque()  # leases of steps whose output is not back yet
+        self._steps = 0
+        self._reading: deque[_Reading] = deque()  # oldest first
         self._asked_blocks = 0
         self._hit_blocks = 0
+        self._faults = 0
+        self._told_faults: set[tuple[str, type[KVStrataError]]] = set()
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Return how many tokens beyond ``num_computed_tokens`` the store can supply, in whole blocks.
@@ -110,9 +127,13 @@ class StoreScheduler:
 
     def step(self, output: SchedulerOutput) -> StepTransfers:
         """Return this step's fetches and the blocks that will be complete and confirmed when it ends."""
-        transfers = StepTransfers(fetches=self._fetches)
+        self._steps += 1
+        transfers = StepTransfers(number=self._steps, fetches=self._fetches)
         self._fetches = []
-        self._reading.append([lease for fetch in transfers.fetches for lease in fetch.leases.values()])
+        if transfers.fetches:
+            leases = [lease for fetch in transfers.fetches for lease in fetch.leases.values()]
+            block_ids = frozenset(fetch.block_id for fetch in transfers.fetches)
+            self._reading.append(_Reading(number=self._steps, leases=leases, block_ids=block_ids))
         for new in output.scheduled_new_reqs:
             self._schedule(new.req_id, new.block_ids[0], None, new.num_computed_tokens, output, transfers)
         cached = output.scheduled_cached_reqs
@@ -123,31 +144,50 @@ class StoreScheduler:
             self._schedule(request_id, added, keep, cached.num_computed_tokens[at], output, transfers)
         return transfers
 
-    def step_done(self) -> None:
-        """Release the leases of the oldest step whose workers answered."""
-        if self._reading:
-            self._release(self._reading.popleft())
+    def step_done(self, number: int, lost_block_ids: Collection[int] = ()) -> set[int]:
+        """The workers have run step ``number``: end the leases of all steps up to it.
+
+        Returns the blocks that may have been computed from ``lost_block_ids``, these included. A request that
+        holds one offers nothing until it computes that block itself: of several that share it, vLLM lets one
+        compute it again, and the others may go first.
+        """
+        while self._reading and self._reading[0].number <= number:
+            self._release(self._reading.popleft().leases)
+        lost = set(lost_block_ids)
+        spoilt: set[int] = set()
+        for tracked in self._tracked.values() if lost else ():
+            first = next((at for at, block_id in enumerate(tracked.block_ids) if block_id in lost), None)
+            if first is not None:
+                tracked.lost_at = first
+                spoilt.update(tracked.block_ids[first:])
+        return lost | spoilt
 
     def finished(self, request_id: str) -> None:
         """Forget a request; its leases end."""
         self._forget_match(request_id)
         self._tracked.pop(request_id, None)
 
-    def clear(self) -> None:
-        """Drop every object of the store that nobody reads (vLLM's reset of the connector's cache)."""
-        self._store.clear()
+    def clear(self) -> bool:
+        """Drop every object of the store that nobody reads (vLLM's reset of the connector's cache).
+
+        Returns whether the store did.
+        """
+        return self._ask("clear", self._store.clear, otherwise=-1) >= 0
 
     def statistics(self) -> SchedulerStatistics:
         """Return totals since start."""
-        return SchedulerStatistics(asked_blocks=self._asked_blocks, hit_blocks=self._hit_blocks)
+        return SchedulerStatistics(
+            asked_blocks=self._asked_blocks, hit_blocks=self._hit_blocks, store_faults=self._faults
+        )
 
     def close(self) -> None:
         """Release every lease still held."""
         for request_id in list(self._matches):
             self._forget_match(request_id)
-        while self._reading:
-            self._release(self._reading.popleft())
-        self._store.close()
+        self.step_done(self._steps)
+        self._release([lease for fetch in self._fetches for lease in fetch.leases.values()])
+        self._fetches = []
+        self._ask("close", self._store.close, otherwise=None)
 
     def _schedule(
         self,
@@ -166,10 +206,11 @@ class StoreScheduler:
             tracked.offered_blocks = max(tracked.offered_blocks, computed // self._block_tokens)
         else:  # vLLM went back to blocks the store had lost: what is computed again is offered again
             tracked.offered_blocks = min(tracked.offered_blocks, computed // self._block_tokens)
-        if not self._stores(tracked.request):
+        if tracked.lost_at is not None and (kept is None or computed <= tracked.lost_at * self._block_tokens):
+            tracked.lost_at = None
+        is_sound = tracked.lost_at is None and not self._reads_unsure(tracked)
+        if not (is_sound and self._stores(tracked.request)):
             return
-        if transfers.fetches and len(self._ranks) > 1:
-            return  # no rank knows whether another one's fetch failed: offered in the step after
         confirmed = confirmed_tokens(tracked.request, computed, output.num_scheduled_tokens[request_id])
         ready = min(confirmed // self._block_tokens, len(tracked.request.block_hashes))
         for at in range(tracked.offered_blocks, ready):
@@ -188,15 +229,19 @@ class StoreScheduler:
             for block_hash in hashes
             for rank in self._ranks
         ]
-        present = self._store.contains(keys)
+        none: list[ReadLease | Status] = []
+        present = self._ask("contains", lambda: self._store.contains(keys), otherwise=list[Status]())
+        found = next((at for at, status in enumerate(present) if status is not Status.OK), len(present))
         ranks = len(self._ranks)
-        hits = 0
-        while hits < len(hashes) and all(s.value == "ok" for s in present[hits * ranks : (hits + 1) * ranks]):
-            hits += 1
-        answers = self._store.acquire(keys[: hits * ranks], ttl_s=self._lease_s) if hits else []
+        wanted = keys[: found - found % ranks]
+        if not wanted:
+            return []
+        answers = self._ask(
+            "acquire", lambda: self._store.acquire(wanted, ttl_s=self._lease_s), otherwise=none
+        )
         leases: list[dict[str, ReadLease]] = []
         surplus: list[ReadLease] = []
-        for at in range(hits):
+        for at in range(len(answers) // ranks):
             answer = answers[at * ranks : (at + 1) * ranks]
             held = [lease for lease in answer if isinstance(lease, ReadLease)]
             if len(held) == ranks and len(leases) == at:
@@ -205,6 +250,18 @@ class StoreScheduler:
                 surplus += held
         self._release(surplus)
         return leases
+
+    def _reads_unsure(self, tracked: _Tracked) -> bool:
+        """Whether a block of the request comes from a read that may have failed without the rank knowing.
+
+        A rank sees its own failures in the step itself and offers nothing then; those of other ranks and of
+        steps in flight are known with the answer only. Later steps offer what waits.
+        """
+        return any(
+            not reading.block_ids.isdisjoint(tracked.block_ids)
+            for reading in self._reading
+            if reading.number < self._steps or len(self._ranks) > 1
+        )
 
     def _stores(self, request: Request) -> bool:
         """Whether the request's rows depend on tokens alone, as far as its block hashes tell."""
@@ -221,7 +278,19 @@ class StoreScheduler:
 
     def _release(self, leases: Sequence[ReadLease]) -> None:
         if leases:
-            self._store.release(leases)
+            self._ask("release", lambda: self._store.release(leases), otherwise=None)  # or they expire
+
+    def _ask(self, what: str, call: Callable[[], _Answer], *, otherwise: _Answer) -> _Answer:
+        """Ask the store; whatever it raises is a miss (M5), logged once a kind."""
+        try:
+            return call()
+        except KVStrataError as error:
+            self._faults += 1
+            kind = (what, type(error))
+            if kind not in self._told_faults:
+                self._told_faults.add(kind)
+                logger.warning("the store failed to %s and counts as empty meanwhile: %s", what, error)
+            return otherwise
 
 
 def confirmed_tokens(request: Request, computed: int, scheduled: int) -> int:
