@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +24,20 @@ LAYOUT_VERSION = 1
 
 def store_namespace(vllm_config: VllmConfig) -> str:
     """Return a digest of all that decides a cached row's bytes, apart from tokens and rank."""
-    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
-
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     facts = {
         "layout": LAYOUT_VERSION,
-        "model": model.model,
-        "revision": model.revision,
-        "weights": _weight_files(model.model),
-        "config": _hf_config(model.hf_config),
+        "model": _model_facts(model),
+        "load_format": str(vllm_config.load_config.load_format),  # dummy weights are others
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": cache.cache_dtype,
         "indexer_cache_dtype": Settings.of(vllm_config).additional.indexer_cache_dtype,
         "block_tokens": cache.block_size,
-        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
-        "draft": [speculative.method, str(speculative.model)] if speculative is not None else None,
+        # Not what vLLM made of the variable: only the scheduler's process has done that.
+        "hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")],
+        "draft": _draft_facts(speculative) if speculative is not None else None,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -70,6 +68,17 @@ def all_rank_keys(vllm_config: VllmConfig) -> tuple[str, ...]:
         for pp in range(parallel.pipeline_parallel_size)
         for tp in range(parallel.tensor_parallel_size)
     )
+
+
+def _model_facts(model: Any) -> list[Any]:
+    """Name one model's weights and configuration; for a model of a hub, its commit."""
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return [model.model, model.revision, commit, _weight_files(model.model), _hf_config(model.hf_config)]
+
+
+def _draft_facts(speculative: Any) -> list[Any]:
+    draft = speculative.draft_model_config
+    return [speculative.method, str(speculative.model), _model_facts(draft) if draft is not None else None]
 
 
 def _hf_config(hf_config: Any) -> dict[str, Any]:
