@@ -121,6 +121,14 @@ def _kvstrata_indexer_fake(
     return None
 
 
+def kvstrata_after_indexer(q: torch.Tensor, topk_indices: torch.Tensor) -> None:
+    """Do nothing, in between: reads what the indexer op writes, and claims to write what attention reads.
+
+    vLLM's attention op finds the top-k buffer by itself. Without this op nothing tells inductor that the
+    indexer comes first, and it does move attention ahead of it.
+    """
+
+
 def run_indexer(
     indexer: Any, hidden: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rope: Any
 ) -> None:
@@ -151,6 +159,19 @@ class KVStrataMLALayer(MultiHeadLatentAttentionWrapper):
         if modules.indexer is not None:
             _replace_indexer(modules.indexer)
         super().__init__(*args, **kwargs)
+        if modules.indexer is not None and not self.skip_topk:
+            self.mla_attn.register_forward_pre_hook(_OrderAfterIndexer(modules.indexer.topk_indices_buffer))
+
+
+class _OrderAfterIndexer:
+    """Forward pre-hook of an attention layer: in a compiled graph it runs after the indexer of its layer."""
+
+    def __init__(self, topk_indices: torch.Tensor) -> None:
+        self.topk_indices = topk_indices
+
+    def __call__(self, attention: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.vllm.kvstrata_after_indexer(args[0], self.topk_indices)
 
 
 def _replace_indexer(indexer: Any) -> None:
@@ -179,5 +200,11 @@ def register_mla_layer() -> None:
         kvstrata_indexer,
         mutates_args=["topk_indices"],
         fake_impl=_kvstrata_indexer_fake,
+    )
+    direct_register_custom_op(
+        "kvstrata_after_indexer",
+        kvstrata_after_indexer,
+        mutates_args=["q"],
+        fake_impl=kvstrata_after_indexer,
     )
     PluggableLayer.register_oot(name=_WRAPPER)(KVStrataMLALayer)
