@@ -39,9 +39,14 @@ def test_block_size_does_not_matter(
 
 
 @pytest.mark.parametrize("name", ["dense", "dsa", "glm"])
-def test_compiled_engine_is_exact(
-    name: str, plain: PlainAnswers, transformers_tokens: TransformersTokens
+def test_traced_engine_is_exact(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    plain: PlainAnswers,
+    transformers_tokens: TransformersTokens,
 ) -> None:
+    """Traced by dynamo and run as it is; `test_e2e_modes.py` has a run through inductor."""
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     assert_exact(plain(name, enforce_eager=False), plain(name), transformers_tokens(name))
 
 
