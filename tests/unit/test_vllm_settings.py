@@ -1,0 +1,210 @@
+"""What a launch may ask for, and what is refused, each by knob, value and way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
+from kvstrata.vllm import platform as platform_module
+from kvstrata.vllm.platform import KVStrataCpuPlatform, serves_mla
+from kvstrata.vllm.settings import Settings, kvstrata_connectors, uses_kvstrata_connector
+
+
+def launch(connector: str | None = "KVStrataConnector", extra: Any = None, additional: Any = None) -> Any:
+    transfer = SimpleNamespace(
+        kv_connector=connector,
+        kv_connector_extra_config={} if extra is None else extra,
+        kv_load_failure_policy="fail",
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        additional_config=additional,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        model_config=SimpleNamespace(model="some/model"),
+        use_v2_model_runner=False,
+    )
+
+
+def child(name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def under_multi(*children: Any) -> Any:
+    return launch("MultiConnector", {"connectors": list(children)})
+
+
+def test_no_transfer_configuration_asks_for_nothing():
+    config = launch()
+    config.kv_transfer_config = None
+    settings = Settings.of(config)
+    assert settings.connector is None
+    settings.check_combination(config)
+    assert not uses_kvstrata_connector(config)
+    assert not uses_kvstrata_connector(launch(None))
+
+
+def test_another_connector_is_left_alone():
+    config = launch("NixlConnector", {"whatever": 1})
+    assert kvstrata_connectors(config) == []
+    Settings.of(config).check_combination(config)
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    assert config.scheduler_config.async_scheduling is True
+
+
+@pytest.mark.parametrize("name", ["KVStrataConnector", "AscendStoreConnector"])
+def test_the_seeds_names_take_the_seeds_keys_alone_or_under_multi_connector(name: str):
+    extra = {"use_layerwise": True, "layerwise_num_shared_buffers": 2, "backend": "local"}
+    for config in (launch(name, extra), under_multi(child("NixlConnector"), child(name, **extra))):
+        connector = Settings.of(config).connector
+        assert connector is not None
+        assert connector.layerwise.layerwise_num_shared_buffers == 2
+
+
+@pytest.mark.parametrize("children", [[], [child("NixlConnector")], ["not an object"], [{}]])
+def test_multi_connector_without_one_of_ours_is_left_alone(children: list[Any]):
+    assert Settings.of(under_multi(*children)).connector is None
+
+
+def test_fault_23_two_of_ours_under_multi_connector_are_refused_by_name():
+    config = under_multi(child("KVStrataConnector"), child("AscendStoreConnector"))
+    with pytest.raises(ConfigurationError, match=r"KVStrataConnector.*AscendStoreConnector.*exactly one"):
+        Settings.of(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "words"),
+    [
+        ({"use_layerwise": "false"}, ConfigurationTypeError, ["use_layerwise", "'false'"]),
+        ({"use_layerwise": 1}, ConfigurationTypeError, ["use_layerwise", "1"]),
+        (
+            {"use_layerwise": True, "layerwise_num_shared_buffers": "2"},
+            ConfigurationTypeError,
+            ["layerwise_num_shared_buffers", "'2'"],
+        ),
+        (
+            {"use_layerwise": True, "layerwise_num_shared_buffers": 0},
+            ConfigurationError,
+            ["layerwise_num_shared_buffers", "0"],
+        ),
+        (
+            {"layerwise_num_shared_buffers": 2},
+            ConfigurationError,
+            ["layerwise_num_shared_buffers=2", "use_layerwise"],
+        ),
+        ({"use_layerwize": True}, ConfigurationError, ["use_layerwize", "use_layerwise"]),
+        ({"backend": "mooncake"}, UnsupportedError, ["backend", "mooncake", "local"]),
+        ({"backend": "redis"}, ConfigurationError, ["backend", "redis"]),
+        ({"deadline_s": 0}, ConfigurationError, ["deadline_s", "0"]),
+    ],
+)
+def test_bad_knobs_are_named_with_value_and_fix(
+    extra: dict[str, Any], error: type[KVStrataError], words: list[str]
+):
+    for config in (launch(extra=extra), under_multi(child("KVStrataConnector", **extra))):
+        with pytest.raises(error) as raised:
+            Settings.of(config)
+        assert [word for word in words if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("additional", "error", "words"),
+    [
+        ({"enable_kvpp": True}, UnsupportedError, ["enable_kvpp"]),
+        ({"enable_kvpp": "false"}, ConfigurationTypeError, ["enable_kvpp", "'false'"]),
+        (
+            {"sparse_kv_offload_config": {"enabled": True}},
+            UnsupportedError,
+            ["sparse_kv_offload_config.enabled"],
+        ),
+        ({"kvstrata": {"indexer_cache_dtype": "fp8"}}, ConfigurationError, ["indexer_cache_dtype", "fp8"]),
+        ({"kvstrata": {"fault": "yes"}}, ConfigurationError, ["fault", "yes"]),
+    ],
+)
+def test_bad_additional_knobs_are_named(
+    additional: dict[str, Any], error: type[KVStrataError], words: list[str]
+):
+    with pytest.raises(error) as raised:
+        Settings.of(launch(additional=additional))
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_additional_configuration_of_others_is_ignored():
+    assert Settings.of(launch(additional=object())).additional.indexer_cache_dtype == "auto"
+    assert (
+        Settings.of(launch(additional={"ascend_scheduler_config": {"enabled": True}})).connector is not None
+    )
+
+
+def set_at(path: str, value: Any) -> Callable[[Any], None]:
+    *owners, name = path.split(".")
+
+    def change(config: Any) -> None:
+        for owner in owners:
+            config = getattr(config, owner)
+        setattr(config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2: .*set it to 1"),
+        (
+            "parallel_config.prefill_context_parallel_size",
+            4,
+            "prefill_context_parallel_size=4: .*set it to 1",
+        ),
+        ("cache_config.cache_dtype", "fp8", "kv_cache_dtype=fp8: .*set it to auto"),
+        ("cache_config.kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill=True: .*turn it off"),
+        ("use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=1: .*unset it"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_knob_value_and_fix(path: str, value: Any, words: str):
+    config = launch()
+    Settings.of(config).check_combination(config)
+    set_at(path, value)(config)
+    with pytest.raises(UnsupportedError, match=words):
+        Settings.of(config).check_combination(config)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_M5_a_lost_block_is_recomputed_not_failed(policy: str):  # noqa: N802
+    config = launch()
+    config.kv_transfer_config.kv_load_failure_policy = policy
+    Settings.of(config).check_combination(config)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize(("backend", "stays"), [("local", False), ("none", True)])
+def test_fault_11_asynchronous_scheduling_goes_where_a_lost_block_could_not_be_recomputed(
+    backend: str, stays: bool
+):
+    config = launch(extra={"backend": backend})
+    Settings.of(config).check_combination(config)
+    assert config.scheduler_config.async_scheduling is stays
+
+
+def test_a_model_without_mla_is_refused_with_the_connector_and_left_alone_without(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    updated: list[Any] = []
+    monkeypatch.setattr(
+        platform_module.CpuPlatform,
+        "check_and_update_config",
+        classmethod(lambda cls, config: updated.append(config)),
+    )
+    config = launch()
+    config.model_config.use_mla = False
+    assert not serves_mla(config)
+    with pytest.raises(UnsupportedError, match=r"'some/model'.*no MLA layers.*remove kv_connector"):
+        KVStrataCpuPlatform.check_and_update_config(config)
+    config.kv_transfer_config = None
+    KVStrataCpuPlatform.check_and_update_config(config)
+    assert len(updated) == 2, "vLLM's own rules were applied both times"
