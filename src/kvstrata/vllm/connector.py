@@ -90,7 +90,9 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             layout=layout,
             kv_caches=kv_caches,
             settings=self._settings,
-            store=open_configured_store(self._settings.connector.store),
+            store=open_configured_store(
+                self._settings.connector.store, object_bytes=layout.plan.logical_page_bytes
+            ),
             namespace=self._namespace,
             rank=identity.key(),
         )

@@ -6,21 +6,33 @@ import os
 from pathlib import Path
 
 from kvstrata.config import StoreConfig
+from kvstrata.errors import ConfigurationError
 from kvstrata.store.base import Store
 from kvstrata.store.registry import open_store
 
 
-def open_configured_store(config: StoreConfig) -> Store | None:
-    """Open the configured store; None where the launch wants none."""
+def open_configured_store(config: StoreConfig, *, object_bytes: int = 0) -> Store | None:
+    """Open the configured store; None where the launch wants none.
+
+    Raises what the store raises, and ConfigurationError where one object of ``object_bytes`` can never fit.
+    """
     if config.backend == "none":
         return None
-    return open_store(
+    store = open_store(
         config.backend,
         path=config.store_path or default_store_path(),
         size_bytes=config.store_size_bytes,
         spill_path=config.store_spill_path,
         spill_size_bytes=config.store_spill_size_bytes,
     )
+    capacity_bytes = store.statistics().capacity_bytes
+    if object_bytes > capacity_bytes:
+        store.close()
+        raise ConfigurationError(
+            f"store_size_GB={config.store_size_GB:g} gives the store {capacity_bytes} bytes, and one block "
+            f'of a rank takes {object_bytes}; raise store_size_GB, or set backend to "none"'
+        )
+    return store
 
 
 def default_store_path() -> Path:
