@@ -183,8 +183,14 @@ def open_engine(model: Model, **overrides: Any) -> Iterator[Engine]:
 
 
 def clean_up() -> None:
-    """Drop process groups and memory that an engine, or one that failed to start, left behind."""
+    """Drop what an engine, or one that failed to start, left behind: connector, process groups, memory.
+
+    vLLM keeps the worker's connector in a global; an engine that fails to start ends with its process, so
+    nobody resets it there.
+    """
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()

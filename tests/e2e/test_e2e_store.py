@@ -239,8 +239,8 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
     opened = connector_module.open_configured_store
 
-    def open_faulty(config: Any) -> Store | None:
-        inner = opened(config)
+    def open_faulty(config: Any, **options: Any) -> Store | None:
+        inner = opened(config, **options)
         return None if inner is None else FaultyStore(inner, script)
 
     monkeypatch.setattr(connector_module, "open_configured_store", open_faulty)
