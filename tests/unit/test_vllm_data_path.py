@@ -25,6 +25,7 @@ from kvstrata.core.layers import Component
 from kvstrata.errors import DeadlineExceeded
 from kvstrata.move.layerwise import SAVE_LANE
 from kvstrata.move.step import StepBlocks
+from kvstrata.move.store_io import FETCH_LANE
 from kvstrata.store.base import ReadLease, Status, StoreKey
 from kvstrata.store.faulty import FaultyStore, on
 from kvstrata.store.local import LocalStore
@@ -282,6 +283,7 @@ def test_M3_fetches_wait_for_saves_that_a_broken_forward_left_behind(local, make
     reader.path._pipeline._deadline_s = 0.01
     with pytest.raises(DeadlineExceeded, match="load of layer 2"):  # which is behind the save
         reader.step([4], [0], fetches={4: HASHES[0]})
+    assert FETCH_LANE not in reader.path._engine.statistics().lanes, "no fetch beside the save"
     reader.path._pipeline._deadline_s = 20.0
     gate.set()
     assert_holds(reader.step([4], [0], fetches={4: HASHES[0]}), seed=3)
