@@ -26,6 +26,9 @@ class ProcessAnswer:
     cached_tokens: list[list[int]]  # [batch][prompt]
     num_blocks: int
     statistics: list[dict[str, Any]]  # of every rank; empty without kvstrata's worker
+    worker: str  # its class, with its module
+    platform: str  # its class
+    attention: list[str]  # modules of the attention backends; empty where workers have their own processes
 
 
 def ask_in_new_process(
@@ -98,6 +101,7 @@ def losing_objects_of(rank: str | None) -> Iterator[None]:
 def main(job_file: str, answer_file: str) -> None:
     from engines import STATISTICS, Engine
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     job = json.loads(Path(job_file).read_text())
     engine = Engine(LLM(**job["arguments"]))
@@ -105,12 +109,22 @@ def main(job_file: str, answer_file: str) -> None:
     for prompts, rank in zip(job["batches"], job["lose"], strict=True):
         with losing_objects_of(rank):
             outcomes.append(engine.ask(prompts, job["new_tokens"], logprobs=False))
+    vllm_config = engine.llm.llm_engine.vllm_config
     plugins = os.environ.get("VLLM_PLUGINS")
     offloads = "kv_transfer_config" in job["arguments"] and (plugins is None or "kvstrata" in plugins)
     result = ProcessAnswer(
         tokens=[outcome.tokens for outcome in outcomes],
         cached_tokens=[outcome.cached_tokens for outcome in outcomes],
         num_blocks=engine.num_blocks(),
+        worker=vllm_config.parallel_config.worker_cls,
+        platform=type(current_platform).__name__,
+        attention=sorted(
+            {
+                layer.get_attn_backend().__module__
+                for layer in vllm_config.compilation_config.static_forward_context.values()
+                if hasattr(layer, "get_attn_backend")
+            }
+        ),
         statistics=engine.llm.collective_rpc(STATISTICS) if offloads else [],
     )
     Path(answer_file).write_text(json.dumps(asdict(result)))
