@@ -38,7 +38,11 @@ def test_two_ranks_with_store_are_exact(
     transformers_tokens: TransformersTokens,
     truth: Truth,
 ) -> None:
-    """Fill the store, hit it, lose one rank's part of a prefix, hit what was computed meanwhile."""
+    """Fill the store, hit it, lose one rank's part of a prefix, hit what was computed meanwhile.
+
+    One stage computes the lost rows again; with several, the requests that needed them fail: a later step of
+    theirs may be under way when the loss is known.
+    """
     model = model_of(name)
     base, *tails = random_prompts(44, (70, 40, 50))
     branches = [base + tail for tail in tails]
@@ -54,8 +58,11 @@ def test_two_ranks_with_store_are_exact(
     )
     assert answer.tokens[0] == answer.tokens[1] == transformers_tokens(name) == plain(name).tokens
     assert answer.cached_tokens[:3] == [[0, 0, 0, 0, 0], FULL_HIT, [0]]
-    assert answer.tokens[3] == expected.tokens
-    assert min(answer.cached_tokens[4]) >= 64
+    if parallel is PIPELINE:
+        assert answer.tokens[3] == [[] for _ in branches], "an answer from rows that were lost"
+    else:
+        assert answer.tokens[3] == expected.tokens
+        assert min(answer.cached_tokens[4]) >= 64
     assert answer.tokens[4] == expected.tokens, "a rank published rows of a prefix that another rank lost"
 
     first, second = answer.statistics

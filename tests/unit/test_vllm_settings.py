@@ -23,7 +23,9 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
     return SimpleNamespace(
         kv_transfer_config=transfer,
         additional_config=additional,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         model_config=SimpleNamespace(model="some/model"),
@@ -180,6 +182,15 @@ def test_M5_a_lost_block_is_recomputed_not_failed(policy: str):  # noqa: N802
     config.kv_transfer_config.kv_load_failure_policy = policy
     Settings.of(config).check_combination(config)
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_fault_11_with_pipeline_stages_a_lost_block_fails_its_request(policy: str):
+    config = launch()
+    config.parallel_config.pipeline_parallel_size = 2
+    config.kv_transfer_config.kv_load_failure_policy = policy
+    Settings.of(config).check_combination(config)
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
 
 
 @pytest.mark.parametrize(("backend", "stays"), [("local", False), ("none", True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 
@@ -60,13 +60,7 @@ class Settings:
             return
         for knob, value, why in _refused(vllm_config):
             raise UnsupportedError(f"kvstrata's connector cannot be combined with {knob}={value}: {why}")
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        if transfer.kv_load_failure_policy == "fail":
-            transfer.kv_load_failure_policy = "recompute"
-            logger.info(
-                "kv_load_failure_policy set to 'recompute': a block missing in the store is recomputed"
-            )
+        _settle_load_failure_policy(vllm_config)
         if self.connector.store.backend != "none" and vllm_config.scheduler_config.async_scheduling:
             # vLLM 0.32 recomputes with the placeholders of steps in flight and ends in an index error.
             vllm_config.scheduler_config.async_scheduling = False
@@ -75,6 +69,26 @@ class Settings:
                 'set backend to "none" to keep it',
                 "0.32",
             )
+
+
+def _settle_load_failure_policy(vllm_config: VllmConfig) -> None:
+    """Recompute what the store lost; with pipeline stages, fail the request that it concerns.
+
+    With several stages vLLM may have scheduled a later chunk of the request, or another request on the same
+    blocks, before the loss is reported, and would sample from rows computed from it.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    policy: Literal["fail", "recompute"] = "recompute" if stages == 1 else "fail"
+    if transfer.kv_load_failure_policy != policy:
+        transfer.kv_load_failure_policy = policy
+        logger.info(
+            "kv_load_failure_policy set to %r with pipeline_parallel_size=%d, for requests whose blocks the "
+            "store loses",
+            policy,
+            stages,
+        )
 
 
 def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
