@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,3 +195,13 @@ def clean_up() -> None:
     ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()
+
+
+def shared_memory() -> set[str]:
+    """What stands in /dev/shm under our name, and what this process holds open there or in memory files."""
+    named = {name for name in os.listdir("/dev/shm") if "kvstrata" in name}
+    held = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return named | {link for link in held if link.startswith("/dev/shm/") or "kvstrata" in link}

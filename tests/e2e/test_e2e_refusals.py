@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checks import NEW_TOKENS, ModelOf, TransformersTokens
-from engines import BLOCK_SIZE, clean_up, kvstrata_config, layerwise, open_engine
+from engines import BLOCK_SIZE, clean_up, kvstrata_config, layerwise, open_engine, shared_memory
 from models import Model
 
 from kvstrata.store.local import LocalStore
@@ -53,7 +53,7 @@ def chain(error: BaseException) -> str:
 
 def refusal(model: Model, **arguments: Any) -> str:
     """Start an engine that must not start; return its words, once it is certain that nothing is left."""
-    shared_memory = set(os.listdir("/dev/shm"))
+    memory = shared_memory()
     threads = set(threading.enumerate())
     text = ""
     try:
@@ -64,7 +64,7 @@ def refusal(model: Model, **arguments: Any) -> str:
     finally:
         clean_up()
     assert text, f"the engine started with {arguments}"
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert shared_memory() <= memory
     left = {thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()}
     assert not {name for name in left if "kvstrata" in name}, left
     return text

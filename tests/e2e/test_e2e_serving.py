@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 from checks import NEW_TOKENS, ModelOf, TransformersTokens
-from engines import BLOCK_SIZE, ROOMY_BYTES, engine_arguments, layerwise
+from engines import BLOCK_SIZE, ROOMY_BYTES, engine_arguments, layerwise, shared_memory
 
 from kvstrata.store.local import LocalStore
 
@@ -117,7 +117,7 @@ def test_a_server_answers_counts_and_ends(
         *("--max-num-batched-tokens", "48", "--kv-cache-memory-bytes", str(ROOMY_BYTES)),
         *("--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(store)),
     ]
-    shared_memory = set(os.listdir("/dev/shm"))
+    memory = shared_memory()
     with serving(arguments, tmp_path / "server.log") as server:
         family = [psutil.Process(server.process.pid)]
         family += family[0].children(recursive=True)
@@ -142,7 +142,7 @@ def test_a_server_answers_counts_and_ends(
         _, alive = psutil.wait_procs(family, timeout=END_DEADLINE_S)
     assert not alive
     assert "Traceback" not in server.log.read_text()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert shared_memory() <= memory
     # What was stored stays, whole and unleased.
     stored = LocalStore.open(tmp_path / "store", size_bytes=int(0.2 * 2**30))
     stored.check_integrity()
