@@ -172,6 +172,7 @@ def open_engine(model: Model, **overrides: Any) -> Iterator[Engine]:
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     assert not model_parallel_is_initialized(), "another engine is open in this process"
+    gc.freeze()  # vLLM collects garbage nine times an engine: not each time through all imported modules
     engine: Engine | None = Engine(LLM(**engine_arguments(model, **overrides)))
     try:
         yield engine  # type: ignore[misc]
