@@ -123,7 +123,9 @@ def doctor_command(
 @bench_app.command("layerwise")
 def bench_layerwise_command(
     json_file: JsonFile = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Timed runs of each side; they alternate.")] = 7,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Timed runs of each side; they alternate.")
+    ] = 7,
     prompt_tokens: Annotated[int, typer.Option(min=64, metavar="N", help="Length of the prompt.")] = 2000,
     log: Annotated[Path, typer.Option(metavar="FILE", help="Where the engines' own output goes.")] = Path(
         "build/bench-layerwise.log"

@@ -168,9 +168,9 @@ def test_host_memory_bounds_the_blocks(model_of: ModelOf, transformers_tokens: T
         assert engine.ask(model.prompts, NEW_TOKENS).tokens == transformers_tokens("dsa")
     # Slots [0] [1 3] [2]: only layers 1 and 3 lose their buffer to each other and have a home.
     page_bytes = 2 * (model.cache.main_page_bytes(BLOCK_SIZE) + model.cache.index_page_bytes(BLOCK_SIZE))
-    assert statistics["num_blocks"] == (8 << 20) // page_bytes
-    guards_bytes = statistics["host_pool_bytes"] - statistics["num_blocks"] * page_bytes
-    assert 0 <= guards_bytes < page_bytes
+    assert statistics["host_pool_bytes"] <= 8 << 20, "more host memory than the user gave"
+    assert statistics["host_pool_bytes"] + 2 * page_bytes > 8 << 20
+    assert statistics["num_blocks"] in ((8 << 20) // page_bytes, (8 << 20) // page_bytes - 1)
 
 
 def test_a_model_without_mla_is_named(model_of: ModelOf) -> None:

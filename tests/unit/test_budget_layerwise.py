@@ -53,6 +53,18 @@ def test_a_host_too_small_for_one_block_names_the_knob():
     assert (caught.value.needed, caught.value.available) == (400, 399)
 
 
+@pytest.mark.parametrize(("host", "blocks"), [(430, 1), (829, 1), (830, 2)])
+def test_what_the_host_home_takes_beside_its_blocks_is_set_aside(host, blocks):
+    def budget_with_overhead(host_bytes: int) -> Budget:
+        return layerwise_budget(
+            PLAN, available_bytes=2000, host_bytes=host_bytes, host_page_bytes=400, host_overhead_bytes=30
+        )
+
+    assert budget_with_overhead(host).num_blocks == blocks
+    with pytest.raises(BudgetError, match=r"430 bytes of host.* 429 are available"):
+        budget_with_overhead(429)
+
+
 def test_no_32_bit_limit():
     budget = budget_of(1 << 50)
     assert budget.num_blocks == (1 << 50) // 200

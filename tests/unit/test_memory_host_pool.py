@@ -15,7 +15,12 @@ from kvstrata.core.bundle import Bundle, ComponentSpec, build_bundles
 from kvstrata.core.layers import Component, LayerId
 from kvstrata.errors import BudgetError
 from kvstrata.memory.allocator import SharedMemoryAllocator
-from kvstrata.memory.host_pool import HostPool, host_page_bytes, host_pool_bytes
+from kvstrata.memory.host_pool import (
+    HostPool,
+    host_page_bytes,
+    host_pool_bytes,
+    host_pool_overhead_bytes,
+)
 from kvstrata.memory.pages import PageView
 from kvstrata.memory.region import HostRegion, open_region
 from kvstrata.move.memcpy import copy_ranges
@@ -90,6 +95,14 @@ def test_sizes_agree_with_what_was_planned(allocator: SharedMemoryAllocator, poo
     assert pool.size_bytes == counts.size_bytes == host_pool_bytes(bundles(), NUM_BLOCKS, [1, 2, 4])
     assert allocator.statistics().allocated_bytes == pool.size_bytes
     assert NUM_BLOCKS * per_block < pool.size_bytes <= NUM_BLOCKS * per_block + 6 * (4096 + 64)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 17, 100])
+def test_guards_and_alignment_stay_within_what_is_set_aside_for_them(num_blocks: int) -> None:
+    layers = {1, 2}
+    pages = num_blocks * host_page_bytes(bundles(), layers)
+    extra = host_pool_bytes(bundles(), num_blocks, layers) - pages
+    assert 0 < extra <= host_pool_overhead_bytes(bundles(), layers)
 
 
 def test_layers_that_were_not_planned_are_refused() -> None:

@@ -18,11 +18,17 @@ class Budget:
 
 
 def layerwise_budget(
-    plan: BufferPlan, *, available_bytes: int, host_bytes: int | None, host_page_bytes: int
+    plan: BufferPlan,
+    *,
+    available_bytes: int,
+    host_bytes: int | None,
+    host_page_bytes: int,
+    host_overhead_bytes: int = 0,
 ) -> Budget:
     """Count the blocks that fit into the device and into the host home, whichever is fewer (A2).
 
-    `host_page_bytes` is what one block takes in the host home, `host_bytes` its size, None for no limit.
+    `host_page_bytes` is what one block takes in the host home, `host_overhead_bytes` what the home takes
+    beside its blocks, `host_bytes` the size of it all, None for no limit.
     vLLM's planner divides by the logical page bytes, so it is told blocks x logical, not the device bytes.
 
     Raises BudgetError with both numbers when not even one block fits.
@@ -38,14 +44,15 @@ def layerwise_budget(
             available=available_bytes,
         )
     if host_bytes is not None and host_page_bytes > 0:
-        if host_bytes < host_page_bytes:
+        needed_bytes = host_page_bytes + host_overhead_bytes
+        if host_bytes < needed_bytes:
             raise BudgetError(
-                f"one block needs {host_page_bytes} bytes of host KV memory and {host_bytes} are available; "
+                f"one block needs {needed_bytes} bytes of host KV memory and {host_bytes} are available; "
                 "raise host_memory_GB",
-                needed=host_page_bytes,
+                needed=needed_bytes,
                 available=host_bytes,
             )
-        num_blocks = min(num_blocks, host_bytes // host_page_bytes)
+        num_blocks = min(num_blocks, (host_bytes - host_overhead_bytes) // host_page_bytes)
     return Budget(
         available_bytes=available_bytes,
         physical_page_bytes=physical,

@@ -65,6 +65,11 @@ def host_pool_bytes(bundles: Iterable[Bundle], num_blocks: int, layers: Collecti
     return _lay_out(bundles, num_blocks, layers)[2]
 
 
+def host_pool_overhead_bytes(bundles: Iterable[Bundle], layers: Collection[int]) -> int:
+    """Most that guards and alignment add to the pages, whatever the number of blocks."""
+    return ALIGN_BYTES + len(_components(bundles, layers)) * (MIN_GUARD_BYTES + ALIGN_BYTES)
+
+
 class HostPool:
     """Pages of `num_blocks` blocks for `layers`, zeroed at first.
 

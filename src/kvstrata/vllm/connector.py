@@ -86,16 +86,22 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         identity = rank_identity(
             self._vllm_config, tp_rank=get_tp_group().rank_in_group, pp_rank=get_pp_group().rank_in_group
         )
-        self._data_path = DataPath(
-            layout=layout,
-            kv_caches=kv_caches,
-            settings=self._settings,
-            store=open_configured_store(
-                self._settings.connector.store, object_bytes=layout.plan.logical_page_bytes
-            ),
-            namespace=self._namespace,
-            rank=identity.key(),
+        store = open_configured_store(
+            self._settings.connector.store, object_bytes=layout.plan.logical_page_bytes
         )
+        try:
+            self._data_path = DataPath(
+                layout=layout,
+                kv_caches=kv_caches,
+                settings=self._settings,
+                store=store,
+                namespace=self._namespace,
+                rank=identity.key(),
+            )
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
         layers = self._vllm_config.compilation_config.static_forward_context
         for name, layer in layout.layer_of.items():
             module = layers[name]

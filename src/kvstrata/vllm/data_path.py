@@ -62,7 +62,12 @@ class DataPath:
             logger.warning("fault is 'skip_loads': answers of this engine are wrong on purpose")
             moving = DroppingEngine(self._engine, lanes={LOAD_LANE})
         self._host = (
-            HostPool(layout.plan.bundles, num_blocks, SharedMemoryAllocator(prefault=True), layers=hosted)
+            HostPool(
+                layout.plan.bundles,
+                num_blocks,
+                SharedMemoryAllocator(limit_bytes=connector.layerwise.host_memory_bytes, prefault=True),
+                layers=hosted,
+            )
             if hosted
             else None
         )

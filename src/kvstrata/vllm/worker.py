@@ -9,14 +9,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvstrata.core.budget import Budget, check_allocation, layerwise_budget
 from kvstrata.kernels.base import kernels_for
 from kvstrata.kernels.warmup import warm_up
-from kvstrata.memory.host_pool import host_page_bytes
+from kvstrata.memory.host_pool import host_page_bytes, host_pool_overhead_bytes
 from kvstrata.move.layerwise import hosted_layers
 
 from .layout import Layout, place_tensors, plan_layout, specs_of
@@ -41,11 +45,13 @@ class KVStrataCPUWorker(CPUWorker):
         if settings.connector is None:
             return available_bytes
         layout = plan_layout(self.get_kv_cache_spec(), self.vllm_config, settings)
+        bundles, hosted = layout.plan.bundles, hosted_layers(layout.plan)
         self._budget = layerwise_budget(
             layout.plan,
             available_bytes=available_bytes,
             host_bytes=settings.connector.layerwise.host_memory_bytes,
-            host_page_bytes=host_page_bytes(layout.plan.bundles, hosted_layers(layout.plan)),
+            host_page_bytes=host_page_bytes(bundles, hosted),
+            host_overhead_bytes=host_pool_overhead_bytes(bundles, hosted),
         )
         logger.info("%s", describe_budget(self._budget, layout))
         return self._budget.reported_bytes
@@ -60,7 +66,12 @@ class KVStrataCPUWorker(CPUWorker):
             check_allocation(
                 kv_cache_config.num_blocks, kv_cache_config.kv_cache_tensors[0].size, self._budget
             )
-        super().initialize_from_config(kv_cache_config)
+        try:
+            super().initialize_from_config(kv_cache_config)
+        except BaseException:
+            # vLLM keeps the connector of this process in a global: the next engine would be given this one.
+            ensure_kv_transfer_shutdown()
+            raise
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then compile the CPU kernels: seconds on the first start of an installation."""
