@@ -39,7 +39,10 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result to FILE as JSON.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", dir_okay=False, writable=True, help="Also write the result to FILE as JSON."
+    ),
 ]
 
 

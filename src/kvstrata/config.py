@@ -22,6 +22,9 @@ GB = 1 << 30
 _SPARSE = "sparse_kv_offload_config"
 _OWN = "kvstrata"
 
+GIGABYTES = Positive(1e-9, 1 << 20)
+SECONDS = Positive(0.1, 86400.0)
+
 
 def knob(kind: ValueKind, default: object, doc: str, *, section: str = "") -> Any:
     """Define one knob: what it may hold, its default, its line of documentation, the object it stands in."""
@@ -68,7 +71,7 @@ class LayerwiseConfig(Knobs):
         Optional(Whole(0)), None, "How many layers ahead to load; null: min(layerwise_num_shared_buffers, 8)."
     )
     host_memory_GB: float | None = knob(
-        Optional(Positive()), None, "Host memory of running requests per rank; null: what the blocks need."
+        Optional(GIGABYTES), None, "Host memory of running requests per rank; null: what the blocks need."
     )
 
     @property
@@ -113,12 +116,12 @@ class StoreConfig(Knobs):
     store_path: str | None = knob(
         Optional(Path()), None, "Directory of the local store; null: one in shared memory for this user."
     )
-    store_size_GB: float = knob(Positive(), 1.0, "Most that the local store may take in shared memory.")
+    store_size_GB: float = knob(GIGABYTES, 1.0, "Most that the local store may take in shared memory.")
     store_spill_path: str | None = knob(
         Optional(Path()), None, "Directory on disk for what no longer fits; null: it is dropped."
     )
-    store_spill_size_GB: float = knob(Positive(), 8.0, "Most that store_spill_path may take.")
-    store_lease_s: float = knob(Positive(), 30.0, "Seconds a reader's hold on a stored block lasts.")
+    store_spill_size_GB: float = knob(GIGABYTES, 8.0, "Most that store_spill_path may take.")
+    store_lease_s: float = knob(SECONDS, 30.0, "Seconds a reader's hold on a stored block lasts.")
 
     @property
     def store_size_bytes(self) -> int:
@@ -165,7 +168,7 @@ class ConnectorConfig(Knobs):
     layerwise: LayerwiseConfig = field(default_factory=LayerwiseConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    deadline_s: float = knob(Positive(), 60.0, "Longest that any wait inside kvstrata may take.")
+    deadline_s: float = knob(SECONDS, 60.0, "Longest that any wait inside kvstrata may take.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,7 @@ class SparseOffloadConfig(Knobs):
         section=_SPARSE,
     )
     dram_size_per_dp_GB: float | None = knob(
-        Optional(Positive()), None, "Host memory for main KV of one data-parallel rank.", section=_SPARSE
+        Optional(GIGABYTES), None, "Host memory for main KV of one data-parallel rank.", section=_SPARSE
     )
     keep_device_kv_cache: bool = knob(
         Flag(), False, "Keep the full device cache too, to compare.", section=_SPARSE

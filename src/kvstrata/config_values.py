@@ -4,7 +4,6 @@ A check returns the value to keep. It converts nothing that could hide a mistake
 `"false"` is never a bool, 2.0 is never an integer.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,9 +72,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Positive:
-    """A finite number above zero."""
+    """A number in a range, both ends included; the range keeps derived bytes and waits representable."""
 
-    text: str = "a number above 0"
+    minimum: float
+    maximum: float
+
+    @property
+    def text(self) -> str:
+        """See ValueKind."""
+        return f"a number from {self.minimum:g} to {self.maximum:g}"
 
     def check(self, knob: str, value: object) -> float:
         """See ValueKind."""
@@ -85,7 +90,7 @@ class Positive:
             number = float(value)
         except OverflowError:  # an integer beyond every float
             raise wrong_value(knob, value, self) from None
-        if not (math.isfinite(number) and number > 0):
+        if not self.minimum <= number <= self.maximum:  # false for nan too
             raise wrong_value(knob, value, self)
         return number
 
@@ -121,7 +126,7 @@ class Path:
         """See ValueKind."""
         if not isinstance(value, str):
             raise wrong_type(knob, value, self)
-        if not value or "\0" in value:
+        if not value or "\0" in value or not value.isprintable():
             raise wrong_value(knob, value, self)
         return value
 
@@ -136,7 +141,7 @@ class Positions:
         """See ValueKind."""
         if value == "all":
             return value
-        if isinstance(value, str) or not isinstance(value, Sequence):
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
             raise wrong_type(knob, value, self)
         for entry in value:
             if isinstance(entry, bool) or not isinstance(entry, int):

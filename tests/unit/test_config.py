@@ -20,7 +20,7 @@ from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrata
 
 WHOLE_TYPES = [True, "2", 2.0, [2], {}]
 NUMBER_TYPES = [True, "2", [2], {}]
-NUMBER_VALUES = [0, -1, 0.0, float("nan"), float("inf"), 10**400]
+NUMBER_VALUES = [0, -1, 0.0, 1e-300, 1e30, 1e308, float("nan"), float("inf"), 10**400]
 FLAG_TYPES = ["false", "true", 0, 1, None, []]
 WORD_TYPES = [True, 3, None, ["local"]]
 
@@ -32,9 +32,9 @@ CONNECTOR = {
     "layerwise_prefetch_layers": ([0, 8, None], WHOLE_TYPES, [-1]),
     "host_memory_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
     "backend": (["none", "local"], WORD_TYPES, ["", "Local", "redis"]),
-    "store_path": (["/dev/shm/x", None], [True, 3, ["x"]], ["", "a\0b"]),
+    "store_path": (["/dev/shm/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
     "store_size_GB": ([0.25, 3], [*NUMBER_TYPES, None], NUMBER_VALUES),
-    "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b"]),
+    "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
     "store_spill_size_GB": ([8], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "store_lease_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "transfer_backend": (["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"], WORD_TYPES, ["", "rdma"]),

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -33,13 +34,16 @@ ONE, TWO = ("tp0of1",), ("tp0of2", "tp1of2")
 init_none_hash(sha256)
 
 
-def request_of(name: str, tokens: Sequence[int], *, embeds: bool = False, pooling: bool = False) -> Request:
+def request_of(
+    name: str, tokens: Sequence[int], *, embeds: bool = False, pooling: bool = False, lora: bool = False
+) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=None if embeds else list(tokens),
         prompt_embeds=torch.zeros(len(tokens), 8) if embeds else None,
         sampling_params=None if pooling else SamplingParams(max_tokens=100),
         pooling_params=PoolingParams(task="embed") if pooling else None,
+        lora_request=LoRARequest("adapter", 1, "/adapters/one") if lora else None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
     )
 
@@ -158,6 +162,8 @@ def test_a_hit_ends_at_the_first_gap(local, make, held, hit):
     keep(local, request, held)
     assert scheduler.matched_tokens(request, 0) == hit * BLOCK
     assert local.statistics().leases == hit
+    counts = local.statistics()
+    assert (counts.hits, counts.misses) == (hit, 3 - len(held)), "what is missing is counted as missed"
     scheduler.finished("a")
 
 
@@ -191,6 +197,32 @@ def test_a_hit_goes_on_where_vllms_own_prefix_cache_ends(local, make):
     scheduler.allocated(request, [4, 5, 6, 7], 2 * BLOCK)
     fetches = scheduler.step(output_of(new=[(request, [4, 5, 6, 7], 12, 3)])).fetches
     assert [fetch.block_id for fetch in fetches] == [5, 6]
+
+
+def test_fault_4_a_lora_request_has_no_hit_and_offers_nothing(local, make):
+    """The block hash does not cover the adapter's weights."""
+    plain, adapted = request_of("a", range(15)), request_of("b", range(15), lora=True)
+    scheduler = make()
+    keep(local, plain, [0, 1, 2])
+    keep(local, adapted, [0, 1, 2])
+    assert scheduler.matched_tokens(adapted, 0) == 0
+    scheduler.allocated(adapted, [4, 5, 6, 7], 0)
+    assert scheduler.step(output_of(new=[(adapted, [4, 5, 6, 7], 0, 15)])).puts == []
+    assert scheduler.matched_tokens(plain, 0) == 3 * BLOCK
+    scheduler.finished("a")
+
+
+def test_a_pure_consumer_reads_and_offers_nothing(local):
+    request = request_of("a", range(15))
+    keep(local, request, [0])
+    scheduler = StoreScheduler(
+        store=Unclosed(local), namespace="model", ranks=ONE, block_tokens=BLOCK, lease_s=60.0, offers=False
+    )
+    assert scheduler.matched_tokens(request, 0) == BLOCK
+    scheduler.allocated(request, [4, 5, 6, 7], BLOCK)
+    transfers = scheduler.step(output_of(new=[(request, [4, 5, 6, 7], 4, 11)]))
+    assert (len(transfers.fetches), transfers.puts) == (1, [])
+    scheduler.close()
 
 
 def test_a_prefix_that_ends_inside_a_block_has_no_hit(local, make):

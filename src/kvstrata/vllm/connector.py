@@ -68,6 +68,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
                     ranks=all_rank_keys(vllm_config),
                     block_tokens=vllm_config.cache_config.block_size,
                     lease_s=self._settings.connector.store.store_lease_s,
+                    offers=self._kv_transfer_config.is_kv_producer,
                 )
 
     @property

@@ -67,9 +67,18 @@ class StoreScheduler:
     """Answers vLLM's scheduler from the store. Lives in its process, called by its thread only."""
 
     def __init__(
-        self, *, store: Store, namespace: str, ranks: Sequence[str], block_tokens: int, lease_s: float
+        self,
+        *,
+        store: Store,
+        namespace: str,
+        ranks: Sequence[str],
+        block_tokens: int,
+        lease_s: float,
+        offers: bool = True,
     ) -> None:
+        """``offers``: whether finished blocks are offered to the store; a pure consumer only reads it."""
         self._store = store
+        self._offers = offers
         self._namespace = namespace
         self._ranks = tuple(ranks)
         self._block_tokens = block_tokens
@@ -209,7 +218,7 @@ class StoreScheduler:
         if tracked.lost_at is not None and (kept is None or computed <= tracked.lost_at * self._block_tokens):
             tracked.lost_at = None
         is_sound = tracked.lost_at is None and not self._reads_unsure(tracked)
-        if not (is_sound and self._stores(tracked.request)):
+        if not (self._offers and is_sound and self._stores(tracked.request)):
             return
         confirmed = confirmed_tokens(tracked.request, computed, output.num_scheduled_tokens[request_id])
         ready = min(confirmed // self._block_tokens, len(tracked.request.block_hashes))
@@ -231,17 +240,24 @@ class StoreScheduler:
         ]
         none: list[ReadLease | Status] = []
         present = self._ask("contains", lambda: self._store.contains(keys), otherwise=list[Status]())
+        keys = keys[: len(present)]
         found = next((at for at, status in enumerate(present) if status is not Status.OK), len(present))
         ranks = len(self._ranks)
-        wanted = keys[: found - found % ranks]
-        if not wanted:
-            return []
+        prefix = found - found % ranks
+        # What is missing is asked for too, so that the store counts it as missed.
+        missing = [
+            key
+            for key, status in zip(keys[prefix:], present[prefix:], strict=True)
+            if status is Status.MISSING
+        ]
         answers = self._ask(
-            "acquire", lambda: self._store.acquire(wanted, ttl_s=self._lease_s), otherwise=none
+            "acquire",
+            lambda: self._store.acquire([*keys[:prefix], *missing], ttl_s=self._lease_s),
+            otherwise=none,
         )
         leases: list[dict[str, ReadLease]] = []
-        surplus: list[ReadLease] = []
-        for at in range(len(answers) // ranks):
+        surplus = [lease for lease in answers[prefix:] if isinstance(lease, ReadLease)]
+        for at in range(min(prefix, len(answers)) // ranks):
             answer = answers[at * ranks : (at + 1) * ranks]
             held = [lease for lease in answer if isinstance(lease, ReadLease)]
             if len(held) == ranks and len(leases) == at:
@@ -264,8 +280,11 @@ class StoreScheduler:
         )
 
     def _stores(self, request: Request) -> bool:
-        """Whether the request's rows depend on tokens alone, as far as its block hashes tell."""
-        return request.prompt_embeds is None and not request.pooling_params
+        """Whether the request's block hashes and the namespace tell all that its rows depend on.
+
+        vLLM's hash names a LoRA adapter by name and path only: one retrained in place would get the old rows.
+        """
+        return request.prompt_embeds is None and not request.pooling_params and request.lora_request is None
 
     def _blocks_of(self, request_id: str) -> Sequence[int]:
         tracked = self._tracked.get(request_id)

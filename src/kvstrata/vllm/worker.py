@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvstrata.core.budget import Budget, check_allocation, layerwise_budget
+from kvstrata.errors import UnsupportedError
 from kvstrata.kernels.base import kernels_for
 from kvstrata.kernels.warmup import warm_up
 from kvstrata.memory.host_pool import host_page_bytes, host_pool_overhead_bytes
@@ -79,6 +80,24 @@ class KVStrataCPUWorker(CPUWorker):
         begun = time.perf_counter()
         warm_up(kernels_for(self.device.type))
         logger.info("CPU kernels ready after %.1f s", time.perf_counter() - begun)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refused where there is a store: its keys name the weights that the engine started with."""
+        self._refuse_new_weights("reload_weights")
+        super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self) -> None:
+        """Refused where there is a store, as :meth:`reload_weights`."""
+        self._refuse_new_weights("start_weight_update")
+        super().start_weight_update()
+
+    def _refuse_new_weights(self, call: str) -> None:
+        connector = Settings.of(self.vllm_config).connector
+        if connector is not None and connector.store.backend != "none":
+            raise UnsupportedError(
+                f"{call}: rows of the new weights would be stored under the old weights' keys; "
+                'set backend to "none", or start a new engine'
+            )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Work round a stock fault: eager pipeline stages need tensors that only a dummy run allocates."""
