@@ -38,7 +38,8 @@ class FakeEngine:
     def answer(self, prompt: tuple[int, ...], *, max_new_tokens: int) -> Any:
         self._prefills += 1
         self._loaded_bytes += 0 if self.mode == LOADS_SKIPPED else 1000
-        return SimpleNamespace(token_ids=self._tokens, text=f"text of {self._tokens}", seconds=2.0)
+        text = PROMPT.expected_answer if self._tokens == RIGHT else f"text of {self._tokens}"
+        return SimpleNamespace(token_ids=self._tokens, text=text, seconds=2.0)
 
     def refusal(self, prompt: tuple[int, ...]) -> str | None:
         if len(prompt) > self.max_tokens:
@@ -107,10 +108,8 @@ def test_times_are_medians_of_runs_after_the_warm_up():
 FAILURES = [
     ({LAYERWISE: WRONG}, "kvstrata's answer differs"),
     ({LOADS_SKIPPED: RIGHT}, "proves nothing"),
-    (
-        {PLAIN: (), LAYERWISE: (), LOADS_SKIPPED: WRONG},
-        "kvstrata's answer differs",
-    ),  # two empty answers prove nothing
+    # Two engines that agree on a wrong answer show nothing.
+    ({PLAIN: (7,), LAYERWISE: (7,), LOADS_SKIPPED: WRONG}, "did not answer 'The pass key is 12345.'"),
 ]
 
 
@@ -119,6 +118,11 @@ def test_what_makes_it_a_failure(answers: dict[str, tuple[int, ...]], problem: s
     result, _ = run(answers)
     assert len(result.problems) == 1
     assert problem in result.problems[0]
+
+
+def test_two_empty_answers_are_not_exact():
+    result, _ = run({PLAIN: (), LAYERWISE: (), LOADS_SKIPPED: WRONG})
+    assert any("kvstrata's answer differs" in problem for problem in result.problems)
 
 
 def test_a_budget_that_fits_plain_vllm_shows_nothing():

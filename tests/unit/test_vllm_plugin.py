@@ -14,6 +14,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.platforms.cpu import CpuPlatform
 
 from kvstrata.config import StoreConfig
+from kvstrata.store import registry
 from kvstrata.store.local import LocalStore
 from kvstrata.vllm import hooks, mla_layer, plugin, stores
 from kvstrata.vllm.connector import KVStrataConnector, RemoteConnector
@@ -125,6 +126,6 @@ def test_the_configured_store_is_opened_with_its_sizes(tmp_path):
 
 
 def test_each_user_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    mine = stores.default_store_path()
-    monkeypatch.setattr(stores.os, "getuid", lambda: 12345)
-    assert stores.default_store_path() != mine
+    mine = registry.default_store_path()
+    monkeypatch.setattr(registry.os, "getuid", lambda: 12345)
+    assert registry.default_store_path() != mine

@@ -28,6 +28,9 @@ def as_table(result: DemoResult) -> RenderableType:
     lines: list[RenderableType] = [
         table,
         Text(
+            "plain vLLM: without kvstrata's connector, on its CPU backends (stock vLLM has none for this model)"
+        ),
+        Text(
             f"plain vLLM in {mib(result.plain.device_kv_budget_bytes)} says: {_short(result.plain.refusal)}"
         ),
         Text(

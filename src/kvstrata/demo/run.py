@@ -108,6 +108,11 @@ class DemoResult:
             )
         if not self.exact:
             found.append("kvstrata's answer differs from plain vLLM's: this is a bug, please report it")
+        if self.prompt.expected_answer not in (self.roomy.answer or ""):
+            found.append(
+                f"plain vLLM with enough memory did not answer {self.prompt.expected_answer!r}: the model "
+                "cannot do this prompt, so it shows nothing"
+            )
         if not self.negative_control_diverges:
             found.append("the negative control gave the same answer: the comparison proves nothing")
         if not self.kvstrata.loaded_bytes:

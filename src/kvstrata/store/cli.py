@@ -16,19 +16,30 @@ from rich.table import Table
 from kvstrata.errors import KVStrataError
 from kvstrata.store.base import StoreStatistics
 from kvstrata.store.local import LocalStore
+from kvstrata.store.registry import default_store_path
 
 app = typer.Typer(
     name="store", help="Look at, or empty, the host KV store that engines share.", no_args_is_help=True
 )
 
-PathOption = Annotated[Path, typer.Option("--path", help="The store's directory: the knob store_path.")]
+PathOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--path",
+        metavar="DIR",
+        help="The store's directory, as in store_path. Default: that knob's own default.",
+        show_default=False,
+    ),
+]
 
 
 @app.command()
 def stat(
-    path: PathOption, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False
+    path: PathOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Show what a store holds and how it is used."""
+    path = path or default_store_path()
     with _friendly_errors(), _attached(path) as store:
         statistics = store.statistics()
     if as_json:
@@ -39,7 +50,7 @@ def stat(
 
 @app.command()
 def clear(
-    path: PathOption,
+    path: PathOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Drop blocks that are being read, too.")] = False,
     delete: Annotated[
@@ -47,6 +58,7 @@ def clear(
     ] = False,
 ) -> None:
     """Drop everything in a store. Engines compute it again; running ones may keep using the store."""
+    path = path or default_store_path()
     question = f"Delete the store in {path}?" if delete else f"Drop everything in the store in {path}?"
     if not yes and not typer.confirm(question):
         typer.echo("Nothing was changed.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvstrata.errors import ConfigurationError
@@ -21,3 +23,8 @@ def open_store(backend: str, **options: Any) -> Store:
         known = ", ".join(sorted(_BACKENDS))
         raise ConfigurationError(f"backend={backend!r} is not a store. Fix: use one of: {known}.")
     return _BACKENDS[backend](**options)
+
+
+def default_store_path() -> Path:
+    """The local store's directory where nobody names one: this user's, in shared memory."""
+    return Path("/dev/shm") / f"kvstrata-{os.getuid()}"

@@ -67,6 +67,13 @@ class KVStrataCpuPlatform(CpuPlatform):
             cache.enable_prefix_caching,
         ) = kept
         cache.block_size = block_tokens
+        logger.info(
+            "MLA on kvstrata's CPU backends, whatever vLLM says above: chunked prefill %s, prefix caching "
+            "%s, block size %d",
+            "on" if scheduler.enable_chunked_prefill else "off",
+            "on" if cache.enable_prefix_caching else "off",
+            block_tokens,
+        )
         custom_ops = vllm_config.compilation_config.custom_ops
         if _NATIVE_ROTARY not in custom_ops and "none" not in custom_ops:
             custom_ops.append(_NATIVE_ROTARY)

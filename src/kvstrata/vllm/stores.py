@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from kvstrata.config import StoreConfig
 from kvstrata.errors import ConfigurationError
 from kvstrata.store.base import Store
-from kvstrata.store.registry import open_store
+from kvstrata.store.registry import default_store_path, open_store
 
 
 def open_configured_store(config: StoreConfig, *, object_bytes: int = 0) -> Store | None:
@@ -33,8 +30,3 @@ def open_configured_store(config: StoreConfig, *, object_bytes: int = 0) -> Stor
             f'of a rank takes {object_bytes}; raise store_size_GB, or set backend to "none"'
         )
     return store
-
-
-def default_store_path() -> Path:
-    """Return the store directory of this user in shared memory."""
-    return Path("/dev/shm") / f"kvstrata-{os.getuid()}"
