@@ -27,6 +27,7 @@ def as_table(result: DemoResult) -> RenderableType:
     table.add_row("exact", "-", "yes" if result.exact else "NO", "(the reference)")
     lines: list[RenderableType] = [
         table,
+        Text(f"kvstrata's answer: {_short(result.kvstrata.answer)}", style="bold"),
         Text("plain vLLM: without kvstrata's connector, on its CPU backends (stock vLLM has none here)"),
         Text(
             f"plain vLLM in {mib(result.plain.device_kv_budget_bytes)} says: {_short(result.plain.refusal)}"
