@@ -10,6 +10,9 @@ from typing import Protocol
 
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError
 
+_TINY = 1e-6
+"""A smallest value below this is said as "above 0"."""
+
 
 class ValueKind(Protocol):
     """A set of legal values."""
@@ -80,7 +83,9 @@ class Positive:
     @property
     def text(self) -> str:
         """See ValueKind."""
-        return f"a number from {self.minimum:g} to {self.maximum:g}"
+        if self.minimum < _TINY:
+            return f"a number above 0, at most {self.maximum:.0f}"
+        return f"a number from {self.minimum:g} to {self.maximum:.0f}"
 
     def check(self, knob: str, value: object) -> float:
         """See ValueKind."""
