@@ -62,6 +62,7 @@ def launch(model: Path, **changes: Any) -> Any:
             prefill_context_parallel_size=pcp,
             decode_context_parallel_size=dcp,
             data_parallel_size=dp,
+            data_parallel_rank=0,
             data_parallel_index=0,
         ),
     )
@@ -207,3 +208,19 @@ def test_a_hit_needs_every_rank_of_this_engine(model: Path):
     assert set(keys) == {
         rank_identity(config, tp_rank=tp, pp_rank=pp).key() for tp in range(2) for pp in range(3)
     }
+
+
+def test_fault_4_a_dense_replica_is_rank_0_of_1_whatever_its_index(tmp_path: Path):
+    """vLLM sets size and rank back for dense models, and keeps the index."""
+    config = launch(tmp_path)
+    config.parallel_config.data_parallel_index = 1
+    assert rank_identity(config, tp_rank=0, pp_rank=0).key().endswith("dp0of1")
+    assert all_rank_keys(config) == (rank_identity(config, tp_rank=0, pp_rank=0).key(),)
+
+
+def test_fault_4_replicas_with_ranks_of_their_own_do_not_share_keys(tmp_path: Path):
+    first, second = launch(tmp_path), launch(tmp_path)
+    for rank, config in enumerate((first, second)):
+        config.parallel_config.data_parallel_size = 2
+        config.parallel_config.data_parallel_rank = rank
+    assert set(all_rank_keys(first)).isdisjoint(all_rank_keys(second))

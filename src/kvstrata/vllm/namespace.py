@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.core.ranks import RankIdentity
+from kvstrata.core.ranks import RankIdentity, all_ranks
 
 from .settings import Settings
 
@@ -44,7 +44,10 @@ def store_namespace(vllm_config: VllmConfig) -> str:
 
 
 def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> RankIdentity:
-    """Return the identity under which a rank keeps its blocks."""
+    """Return the identity under which a rank keeps its blocks.
+
+    To vLLM, data-parallel replicas of a dense model are engines of their own: rank 0 of 1, whatever the index.
+    """
     parallel = vllm_config.parallel_config
     return RankIdentity(
         tp_rank=tp_rank,
@@ -55,7 +58,7 @@ def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Ran
         pcp_size=parallel.prefill_context_parallel_size,
         dcp_rank=0,
         dcp_size=parallel.decode_context_parallel_size,
-        dp_rank=parallel.data_parallel_index,
+        dp_rank=parallel.data_parallel_rank,
         dp_size=parallel.data_parallel_size,
     )
 
@@ -63,11 +66,14 @@ def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Ran
 def all_rank_keys(vllm_config: VllmConfig) -> tuple[str, ...]:
     """Return the keys of all ranks of this engine: a block is a hit only where every rank has it."""
     parallel = vllm_config.parallel_config
-    return tuple(
-        rank_identity(vllm_config, tp_rank=tp, pp_rank=pp).key()
-        for pp in range(parallel.pipeline_parallel_size)
-        for tp in range(parallel.tensor_parallel_size)
+    ranks = all_ranks(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+        parallel.data_parallel_size,
     )
+    return tuple(rank.key() for rank in ranks if rank.dp_rank == parallel.data_parallel_rank)
 
 
 def _model_facts(model: Any) -> list[Any]:
