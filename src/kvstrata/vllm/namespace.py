@@ -46,7 +46,7 @@ def store_namespace(vllm_config: VllmConfig) -> str:
 def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> RankIdentity:
     """Return the identity under which a rank keeps its blocks.
 
-    To vLLM, data-parallel replicas of a dense model are engines of their own: rank 0 of 1, whatever the index.
+    To vLLM, data-parallel replicas of a dense model are engines of their own: rank 0 of 1, whatever index.
     """
     parallel = vllm_config.parallel_config
     return RankIdentity(
