@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal, NewType
 
 from kvstrata.core.bundle import Bundle, ComponentSpec
+from kvstrata.core.layers import Component
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, LayoutError, UnsupportedError
 
 SlotId = NewType("SlotId", int)
@@ -20,7 +21,11 @@ _MAX_DEFAULT_PREFETCH_LAYERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One physical buffer per component; its layers hold it in turn, in the order listed."""
+    """One physical buffer; its layers hold it in turn, in the order listed.
+
+    Pages are those of its largest bundle. A layer's main pages begin where the buffer does and its indexer
+    pages follow directly, so that a bundle is one piece of memory (`BufferPlan.offset_bytes`).
+    """
 
     id: SlotId
     layers: tuple[int, ...]
@@ -28,10 +33,15 @@ class Slot:
     indexer_page_bytes: int  # 0 if no layer in it has an indexer
     independent: bool  # not part of the shared pool
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes one block takes in the buffer."""
+        return self.main_page_bytes + self.indexer_page_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferPlan:
-    """Slots ordered by their first layer, bundles by layer number."""
+    """Slots in the order of their ids and of their memory, bundles by layer number."""
 
     slots: tuple[Slot, ...]
     bundles: tuple[Bundle, ...]
@@ -65,12 +75,24 @@ class BufferPlan:
     @property
     def physical_page_bytes(self) -> int:
         """Device bytes one block takes in all slots."""
-        return sum(slot.main_page_bytes + slot.indexer_page_bytes for slot in self.slots)
+        return sum(slot.page_bytes for slot in self.slots)
 
     @property
     def logical_page_bytes(self) -> int:
         """Bytes one block would take with a buffer for every layer."""
         return sum(bundle.page_bytes for bundle in self.bundles)
+
+    def bundle(self, layer: int) -> Bundle:
+        """Return the caches of `layer`; KeyError for a layer that is not in the plan."""
+        return self._bundle_by_layer[layer]
+
+    def offset_bytes(self, layer: int, component: Component, num_blocks: int) -> int:
+        """Return where a cache of `num_blocks` pages begins, in one piece of memory that holds all slots."""
+        slot = self.slot_of(layer)
+        before = sum(held.page_bytes for held in self.slots[:slot])
+        if component is Component.INDEXER:
+            before += self.bundle(layer).main.page_bytes
+        return before * num_blocks
 
     @property
     def main_slots(self) -> tuple[tuple[int, ...], ...]:
@@ -100,6 +122,10 @@ class BufferPlan:
             f"{self.physical_page_bytes} of {self.logical_page_bytes} bytes per block"
         )
         return "\n".join(lines)
+
+    @cached_property
+    def _bundle_by_layer(self) -> Mapping[int, Bundle]:
+        return {bundle.index: bundle for bundle in self.bundles}
 
     @cached_property
     def _slot_by_layer(self) -> Mapping[int, SlotId]:
@@ -155,7 +181,7 @@ def plan_buffers(
     shared = [bundle for at, bundle in enumerate(ordered) if at not in independent]
     held: list[tuple[bool, Sequence[Bundle]]] = [(True, (ordered[at],)) for at in independent]
     if num_shared_buffers is not None and shared:
-        _check_same_block(ordered)
+        check_same_block(ordered)
         for group in _by_main_layout(shared):
             width = min(num_shared_buffers, len(group))
             held += [(False, group[first::width]) for first in range(width)]
@@ -206,8 +232,11 @@ def _by_main_layout(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
     return list(groups.values())
 
 
-def _check_same_block(bundles: Sequence[Bundle]) -> None:
-    # One block table serves all layers; caches with other block sizes would be a hybrid layout.
+def check_same_block(bundles: Sequence[Bundle]) -> None:
+    """Raise LayoutError naming two caches of different block sizes.
+
+    One block table serves all layers; caches with other block sizes would be a hybrid layout.
+    """
     specs = [spec for bundle in bundles for spec in (bundle.main, bundle.indexer) if spec]
     for spec in specs[1:]:
         _require_equal(specs[0], spec, "block_tokens", specs[0].block_tokens, spec.block_tokens)
