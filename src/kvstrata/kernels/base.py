@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from kvstrata.kernels import attention, indexer, quantise, rows
 from kvstrata.kernels.batch import BatchPlan
+from kvstrata.kernels.packed_rows import PackedRows
 
 
 class AttentionKernels(Protocol):
@@ -40,6 +42,7 @@ class AttentionKernels(Protocol):
         scale: float,
         kv_lora_rank: int,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def index_topk(
@@ -52,6 +55,7 @@ class AttentionKernels(Protocol):
         out: torch.Tensor,
         *,
         quantised: bool,
+        near: torch.Tensor | None = None,
     ) -> None: ...
 
 
@@ -65,10 +69,21 @@ class CpuKernels:
     index_topk = staticmethod(indexer.index_topk)
 
 
-def kernels_for(device_type: str) -> AttentionKernels:
-    """The kernels of a torch device type; NotImplementedError names a device that has none yet."""
+class PackedCpuKernels(CpuKernels):
+    """The same, where main caches hold SFA-C8 rows; `write_rows` stores such rows as they are."""
+
+    def __init__(self, packed: PackedRows) -> None:
+        self.dense_mla = partial(attention.dense_mla, packed=packed)
+        self.sparse_mla = partial(attention.sparse_mla, packed=packed)
+
+
+def kernels_for(device_type: str, packed: PackedRows | None = None) -> AttentionKernels:
+    """The kernels of a torch device type; NotImplementedError names a device that has none yet.
+
+    packed: how main rows are stored where that is not as plain values.
+    """
     if device_type == "cpu":
-        return CpuKernels()
+        return CpuKernels() if packed is None else PackedCpuKernels(packed)
     raise NotImplementedError(
         f"kvstrata has no attention kernels for device type {device_type!r}; it runs on 'cpu'"
     )

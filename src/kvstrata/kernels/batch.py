@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +99,7 @@ def plan_batch(
     tokens = int(starts[-1])
     token_position = np.arange(tokens) - np.repeat(starts[1:] - lengths, counts)
 
-    request_tiles = -(-counts // tile_tokens)
-    tile_request = np.repeat(np.arange(requests), request_tiles)
-    first_tile = np.cumsum(request_tiles) - request_tiles
-    tile_in_request = np.arange(tile_request.shape[0]) - first_tile[tile_request]
-    tile_start = starts[tile_request] + tile_in_request * tile_tokens
-    tile_end = np.minimum(tile_start + tile_tokens, starts[tile_request + 1])
+    tile_request, tile_start, tile_end = _cut(starts, tile_tokens)
     tile_kv = tile_end - starts[tile_request + 1] + lengths[tile_request]
 
     table = block_table[:requests].to(torch.int32).contiguous()
@@ -121,4 +119,44 @@ def plan_batch(
         tile_start=torch.from_numpy(tile_start),
         tile_tokens=torch.from_numpy(tile_end - tile_start),
         tile_kv_tokens=torch.from_numpy(tile_kv),
+    )
+
+
+def _cut(starts: Int64Array, tile_tokens: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cut the tokens of every request r, starts[r]..starts[r + 1] - 1: each tile's request, start and end."""
+    tiles = -(-np.diff(starts) // tile_tokens)
+    request = np.repeat(np.arange(tiles.size), tiles)
+    tile_in_request = np.arange(request.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    start = starts[request] + tile_in_request * tile_tokens
+    return request, start, np.minimum(start + tile_tokens, starts[request + 1])
+
+
+def plan_selection(
+    query_counts: Int64Array,
+    block_table: npt.NDArray[np.int32],
+    block_tokens: int,
+    kv_tokens: Int64Array,
+    *,
+    tile_tokens: int = 16,
+) -> BatchPlan:
+    """Lay out query tokens whose selections point into memory that is not their request's own context.
+
+    Source i (a request, or a piece of one) has query_counts[i] consecutive query tokens, which may select
+    positions 0..kv_tokens[i]-1 of the rows that block_table[i] names. For sparse attention only: no token has
+    a position of its own there.
+    """
+    starts = np.concatenate(([0], np.cumsum(query_counts)))
+    tile_request, tile_start, tile_end = _cut(starts, tile_tokens)
+    return BatchPlan(
+        tokens=int(starts[-1]),
+        max_tile_tokens=tile_tokens,
+        block_tokens=block_tokens,
+        block_table=torch.from_numpy(np.ascontiguousarray(block_table, dtype=np.int32)),
+        highest_block=int(block_table.max(initial=-1)),
+        token_request=torch.from_numpy(np.repeat(np.arange(query_counts.size), query_counts)),
+        token_position=torch.from_numpy(np.repeat(kv_tokens - 1, query_counts)),
+        tile_request=torch.from_numpy(tile_request),
+        tile_start=torch.from_numpy(tile_start),
+        tile_tokens=torch.from_numpy(tile_end - tile_start),
+        tile_kv_tokens=torch.from_numpy(kv_tokens[tile_request]),
     )

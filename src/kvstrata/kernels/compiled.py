@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 
 KEY_BLOCK = 64
-# How a cache row is stored: which of the three flat arrays below is read, and how.
-FLOAT32, BFLOAT16, FLOAT16, LI_C8 = 0, 1, 2, 3
+# How a cache row is stored: which of the three flat arrays below is read, and how. A packed main row is
+# SFA_C8 + the kind of its rope part; there the three arrays are views of the same bytes.
+FLOAT32, BFLOAT16, FLOAT16, LI_C8, SFA_C8 = 0, 1, 2, 3, 4
 
 _jit = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 # Sums over a row may be split into lanes; NaN and infinity keep their meaning.
@@ -55,6 +57,30 @@ def _widen(kind, f32, u16, u8, at, width, bits, row):
             row[d] = np.float32(np.int8(packed[d])) * scale
 
 
+@register_jitable
+def packed_layout(rank):
+    """(values that share a scale, byte of the first scale, byte of the rope part) of an SFA-C8 row."""
+    group = 128 if rank % 128 == 0 else rank
+    scales_at = (rank + 3) // 4 * 4
+    return group, scales_at, scales_at + 4 * (rank // group)
+
+
+@_jit
+def _widen_packed(kind, f32, u16, u8, at, width, rank, bits, row):
+    """row[:width] = the SFA-C8 row that starts at byte `at`."""
+    group, scales_at, rope_at = packed_layout(rank)
+    first_scale = (at + scales_at) // 4
+    values = u8[at : at + rank]
+    for low in range(0, rank, group):
+        scale = f32[first_scale + low // group]
+        steps, part = values[low : low + group], row[low : low + group]
+        for d in range(group):
+            part[d] = np.float32(np.int8(steps[d])) * scale
+    rope_kind = kind - SFA_C8
+    rope = (at + rope_at) // (4 if rope_kind == FLOAT32 else 2)
+    _widen(rope_kind, f32, u16, u8, rope, width - rank, bits[rank:width], row[rank:width])
+
+
 @_jit
 def _row_at(block_table, request, position, block_tokens, block_stride, row_stride):
     """Element offset of a request's row; int64 throughout."""
@@ -63,10 +89,14 @@ def _row_at(block_table, request, position, block_tokens, block_stride, row_stri
 
 
 @_jit
-def _widened_at(kind, f32, u16, u8, at, slot, width, bits, widened):
+def _widened_at(kind, f32, u16, u8, at, slot, width, rank, bits, widened):
     """Where in `widened` (memory: bits) the row stored at `at` begins, once widened into its slot."""
     to = slot * width
-    _widen(kind, f32, u16, u8, at, width, bits[to : to + width], widened[to : to + width])
+    bits, row = bits[to : to + width], widened[to : to + width]
+    if kind >= SFA_C8:
+        _widen_packed(kind, f32, u16, u8, at, width, rank, bits, row)
+    else:
+        _widen(kind, f32, u16, u8, at, width, bits, row)
     return to
 
 
@@ -151,9 +181,12 @@ def _attend_block(q, keys, offsets, count, width, rank, scale, scores, top, tota
 def attend_tiles(
     worker, workers, tile_request, tile_start, tile_count, token_position, first_token,
     block_table, block_tokens, block_stride, row_stride, kind, f32, u16, u8,
-    q, scale, rank, dense, selected, out,
+    q, scale, rank, dense, selected, out, lse,
 ):  # fmt: skip
-    """Attention of this worker's tiles; q [t, H, width] and out [t, H, rank] begin at first_token."""
+    """Attention of this worker's tiles; q [t, H, width] and out [t, H, rank] begin at first_token.
+
+    So does lse [t, H]; [0, 0] where it is not wanted.
+    """
     heads, width = q.shape[1], q.shape[2]
     most = 0
     for tile in range(worker, tile_request.shape[0], workers):
@@ -180,7 +213,7 @@ def attend_tiles(
                     if kind == FLOAT32:
                         offsets[j] = at  # in place
                     else:
-                        offsets[j] = _widened_at(kind, f32, u16, u8, at, j, width, bits, widened)
+                        offsets[j] = _widened_at(kind, f32, u16, u8, at, j, width, rank, bits, widened)
                 for i in range(tokens):
                     count = min(KEY_BLOCK, token_position[start + i] + 1 - low)
                     if count > 0:
@@ -199,7 +232,9 @@ def attend_tiles(
                         if kind == FLOAT32:
                             offsets[count] = at
                         else:
-                            offsets[count] = _widened_at(kind, f32, u16, u8, at, count, width, bits, widened)
+                            offsets[count] = _widened_at(
+                                kind, f32, u16, u8, at, count, width, rank, bits, widened
+                            )
                         count += 1
                     if count == KEY_BLOCK or (count > 0 and column == columns - 1):
                         _attend_block(
@@ -213,6 +248,8 @@ def attend_tiles(
                     share = np.float32(1) / total[i, h]
                     for d in range(rank):
                         out[begin + i, h, d] *= share
+                if lse.shape[0] > 0:
+                    lse[begin + i, h] = top[i, h] + np.log(total[i, h])
 
 
 @_jit
@@ -256,16 +293,10 @@ def _sortable(bits):
 
 
 @_jit
-def _select(bits, n, topk, counts, out):
-    """out[:topk] = positions of the topk largest of n scores, ascending; of equals, the lowest positions.
-
-    bits [n] are the scores' float bits and are overwritten. A radix descent finds the topk-th largest.
-    """
-    for j in range(n):
-        bits[j] = _sortable(bits[j])
+def _cut(bits, n, wanted, counts):
+    """The wanted-th largest of n sortable scores, and how many equal to it are among the wanted ones."""
     prefix = np.uint32(0)
     mask = np.uint32(0)
-    wanted = topk
     for shift, size in ((21, 2048), (10, 2048), (0, 1024)):
         counts[:size] = 0
         digit_mask = np.uint32(size - 1)
@@ -278,15 +309,42 @@ def _select(bits, n, topk, counts, out):
             digit -= 1
         prefix |= np.uint32(digit) << np.uint32(shift)
         mask |= digit_mask << np.uint32(shift)
-    found = 0
+    return prefix, wanted
+
+
+@_jit
+def _select(bits, n, topk, counts, out, near):
+    """out[:topk] = positions of the topk largest of n scores, ascending; of equals, the lowest positions.
+
+    near[:] = positions of those that come next, likewise, then -1. bits [n] are the scores' float bits and
+    are overwritten. Radix descents find the smallest of both.
+    """
     for j in range(n):
-        if bits[j] > prefix:
+        bits[j] = _sortable(bits[j])
+    cut, at_cut = _cut(bits, n, topk, counts)
+    near_cut, at_near_cut = cut, at_cut
+    if near.shape[0] > 0:
+        near_cut, at_near_cut = _cut(bits, n, min(topk + near.shape[0], n), counts)
+    if near_cut == cut:
+        at_near_cut -= at_cut
+    found = 0
+    beside = 0
+    for j in range(n):
+        if bits[j] > cut:
             out[found] = j
             found += 1
-        elif bits[j] == prefix and wanted > 0:
+        elif bits[j] == cut and at_cut > 0:
             out[found] = j
             found += 1
-            wanted -= 1
+            at_cut -= 1
+        elif bits[j] > near_cut:
+            near[beside] = j
+            beside += 1
+        elif bits[j] == near_cut and at_near_cut > 0:
+            near[beside] = j
+            beside += 1
+            at_near_cut -= 1
+    near[beside:] = -1
     return found
 
 
@@ -294,9 +352,12 @@ def _select(bits, n, topk, counts, out):
 def index_tiles(
     worker, workers, tile_request, tile_start, tile_count, token_position, first_token,
     block_table, block_tokens, block_stride, row_stride, kind, f32, u16, u8,
-    q, weights, topk, out,
+    q, weights, topk, out, near,
 ):  # fmt: skip
-    """Selection for this worker's tiles; q [t, Hi, D] begins at first_token, out [>=T, topk] at token 0."""
+    """Selection for this worker's tiles; q [t, Hi, D] begins at first_token, out [>=T, topk] at token 0.
+
+    near [>=T, N] likewise, N = 0: not wanted.
+    """
     width = q.shape[2]
     most, longest = 0, 0
     for tile in range(worker, tile_request.shape[0], workers):
@@ -331,7 +392,10 @@ def index_tiles(
                 found = position + 1
                 for j in range(found):
                     out[start + i, j] = j
+                near[start + i] = -1
             else:
-                found = _select(scores[i].view(np.uint32), position + 1, topk, counts, out[start + i])
+                found = _select(
+                    scores[i].view(np.uint32), position + 1, topk, counts, out[start + i], near[start + i]
+                )
             for j in range(found, out.shape[1]):
                 out[start + i, j] = -1

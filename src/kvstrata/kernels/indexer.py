@@ -29,6 +29,7 @@ def index_topk(
     out: torch.Tensor,
     *,
     quantised: bool,
+    near: torch.Tensor | None = None,
 ) -> None:
     """Write each token's min(topk, position + 1) best positions into out: ascending, then -1.
 
@@ -36,6 +37,9 @@ def index_topk(
     uint8 as `write_quantised_rows` leaves it, already holding the new tokens' rows. out [>=T, >=topk]
     int32; rows beyond the plan's T tokens are left alone. A token with no more than topk positions takes
     them all and is not scored. Scratch is one tile's scores per thread: tile tokens x context x 4 bytes.
+
+    near [>=T, N] int32, if wanted, gets the min(N, position + 1 - topk) positions that come next after those
+    in out: ascending, then -1, by the same rule for equals. Hot rows keep what may soon be selected by it.
     """
     width = q.shape[2]
     assert cache.shape[1] == plan.block_tokens
@@ -46,8 +50,9 @@ def index_topk(
     rows = flat_rows(cache)
     assert (rows.kind == LI_C8) == quantised
     target = out[: plan.tokens]
-    direct = target.dtype == torch.int32 and target.is_contiguous()
-    positions = target if direct else torch.empty(target.shape, dtype=torch.int32)
+    near_target = torch.empty(plan.tokens, 0, dtype=torch.int32) if near is None else near[: plan.tokens]
+    assert near_target.shape[0] == plan.tokens
+    positions, near_positions = _writable(target), _writable(near_target)
     for tiles, tokens in plan.tile_groups(4 * q.shape[1] * (width + 1), _STAGING_BYTES):
         arguments = (
             *plan.tile_arguments(tiles),
@@ -58,6 +63,7 @@ def index_topk(
             weights[tokens].float().contiguous().numpy(),
             topk,
             positions.numpy(),
+            near_positions.numpy(),
         )
         run_shares(
             index_tiles,
@@ -65,5 +71,14 @@ def index_topk(
             shares=tiles.stop - tiles.start,
             multiply_adds=plan.pairs(tiles) * q.shape[1] * width,
         )
-    if not direct:
+    if positions is not target:
         target.copy_(positions)
+    if near_positions is not near_target:
+        near_target.copy_(near_positions)
+
+
+def _writable(target: torch.Tensor) -> torch.Tensor:
+    """The tensor if the loops can write it as it is, else one of its shape that they can."""
+    if target.dtype == torch.int32 and target.is_contiguous():
+        return target
+    return torch.empty(target.shape, dtype=torch.int32)

@@ -10,7 +10,7 @@ import torch
 
 from kvstrata.kernels.compiled import BFLOAT16, FLOAT16, FLOAT32, LI_C8
 
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: LI_C8}
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: LI_C8}
 
 
 def write_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -59,13 +59,16 @@ class FlatRows:
 
 
 def flat_rows(cache: torch.Tensor) -> FlatRows:
-    """View cache [B, N, row] (float32, bfloat16, float16, or uint8 for LI-C8) without copying it."""
+    """View cache [B, N, row] (float32, bfloat16, float16, or uint8 for LI-C8) without copying it.
+
+    For SFA-C8 rows see `PackedRows.flat`.
+    """
     blocks, block_tokens, width = cache.shape
     block_stride, row_stride, step = cache.stride()
     assert step == 1, "the elements of a row must be adjacent"
     span = (blocks - 1) * block_stride + (block_tokens - 1) * row_stride + width
     flat = cache.as_strided((max(span, 0),), (1,))
-    kind = _KINDS[cache.dtype]
+    kind = KINDS[cache.dtype]
     none = {size: np.empty(0, dtype) for size, dtype in ((4, np.float32), (2, np.uint16), (1, np.uint8))}
     none[cache.element_size()] = (flat.view(torch.uint16) if cache.element_size() == 2 else flat).numpy()
     return FlatRows(
