@@ -81,20 +81,22 @@ class HostAllocator(Protocol):
 class SharedMemoryAllocator:
     """Anonymous shared memory (memfd): a crash leaves nothing in /dev/shm, whatever its size.
 
-    `limit_bytes` caps all regions together, where a user set host_memory_GB. `prefault` takes the memory at
-    allocation. `available_bytes` is passed in by tests.
+    `limit_bytes` caps all regions together; `limit_knob` is the knob that a user sets it with, for errors.
+    `prefault` takes the memory at allocation. `available_bytes` is passed in by tests.
     """
 
     def __init__(
         self,
         *,
         limit_bytes: int | None = None,
+        limit_knob: str = "host_memory_GB",
         pinner: Pinner | None = None,
         huge_pages: bool = True,
         prefault: bool = False,
         available_bytes: Callable[[], int] = available_host_bytes,
     ) -> None:
         self._limit_bytes = limit_bytes
+        self._limit_knob = limit_knob
         self._pinner = pinner
         self._huge_pages = huge_pages
         self._prefault = prefault
@@ -118,7 +120,7 @@ class SharedMemoryAllocator:
             except OSError as error:
                 raise BudgetError(
                     f"host region {name!r}: the system refused {size_bytes} bytes ({error}); "
-                    "lower host_memory_GB",
+                    f"lower {self._limit_knob}",
                     needed=size_bytes,
                 ) from error
             self._regions[name] = region
@@ -186,8 +188,8 @@ class SharedMemoryAllocator:
             left = self._limit_bytes - sum(region.size_bytes for region in self._regions.values())
             if size_bytes > left:
                 raise BudgetError(
-                    f"host region {name!r} needs {size_bytes} bytes and host_memory_GB leaves {left} of "
-                    f"{self._limit_bytes}; raise host_memory_GB",
+                    f"host region {name!r} needs {size_bytes} bytes and {self._limit_knob} leaves {left} of "
+                    f"{self._limit_bytes}; raise {self._limit_knob}",
                     needed=size_bytes,
                     available=left,
                 )
@@ -197,7 +199,7 @@ class SharedMemoryAllocator:
         if size_bytes > available:
             raise BudgetError(
                 f"host region {name!r} needs {size_bytes} bytes and this machine or its control group has "
-                f"{available} available; lower host_memory_GB, or give the process more memory",
+                f"{available} available; lower {self._limit_knob}, or give the process more memory",
                 needed=size_bytes,
                 available=available,
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvstrata.core.bundle import Bundle, ComponentSpec
 from kvstrata.core.layers import Component
@@ -20,6 +21,10 @@ from kvstrata.memory.region import HostRegion, RegionHandle, open_region
 ALIGN_BYTES = 4096
 MIN_GUARD_BYTES = 64
 
+ALL_COMPONENTS: Collection[Component] = (Component.MAIN, Component.INDEXER)
+MAIN_ONLY: Collection[Component] = (Component.MAIN,)
+"""For sparse decode offload, whose indexer caches stay on the device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
@@ -29,6 +34,7 @@ class _Part:
     component: Component
     offset: int
     page_bytes: int
+    block_tokens: int
 
     def __str__(self) -> str:
         return f"layer {self.layer} {self.component.value}"
@@ -55,23 +61,39 @@ class HostPoolStatistics:
     pinned: bool
 
 
-def host_page_bytes(bundles: Iterable[Bundle], layers: Collection[int]) -> int:
-    """Host bytes of one block: the pages of all components of `layers`."""
-    return sum(spec.page_bytes for _, _, spec in _components(bundles, layers))
+def host_page_bytes(
+    bundles: Iterable[Bundle],
+    layers: Collection[int],
+    *,
+    components: Collection[Component] = ALL_COMPONENTS,
+) -> int:
+    """Host bytes of one block: the pages of the `components` of `layers`."""
+    return sum(spec.page_bytes for _, _, spec in _components(bundles, layers, components))
 
 
-def host_pool_bytes(bundles: Iterable[Bundle], num_blocks: int, layers: Collection[int]) -> int:
+def host_pool_bytes(
+    bundles: Iterable[Bundle],
+    num_blocks: int,
+    layers: Collection[int],
+    *,
+    components: Collection[Component] = ALL_COMPONENTS,
+) -> int:
     """Bytes a HostPool of these arguments allocates: its pages, alignment and guards."""
-    return _lay_out(bundles, num_blocks, layers)[2]
+    return _lay_out(bundles, num_blocks, layers, components)[2]
 
 
-def host_pool_overhead_bytes(bundles: Iterable[Bundle], layers: Collection[int]) -> int:
+def host_pool_overhead_bytes(
+    bundles: Iterable[Bundle],
+    layers: Collection[int],
+    *,
+    components: Collection[Component] = ALL_COMPONENTS,
+) -> int:
     """Most that guards and alignment add to the pages, whatever the number of blocks."""
-    return ALIGN_BYTES + len(_components(bundles, layers)) * (MIN_GUARD_BYTES + ALIGN_BYTES)
+    return ALIGN_BYTES + len(_components(bundles, layers, components)) * (MIN_GUARD_BYTES + ALIGN_BYTES)
 
 
 class HostPool:
-    """Pages of `num_blocks` blocks for `layers`, zeroed at first.
+    """Pages of `num_blocks` blocks for the `components` of `layers`, zeroed at first.
 
     For each layer and component, block `i` is at page `i` of a compact view, so neighbouring blocks can be
     copied as one range. The pool decides nothing: which block is in use is vLLM's business.
@@ -88,9 +110,10 @@ class HostPool:
         allocator: HostAllocator,
         *,
         layers: Collection[int],
+        components: Collection[Component] = ALL_COMPONENTS,
         name: str = "host-pool",
     ) -> None:
-        parts, guards, size_bytes = _lay_out(bundles, num_blocks, layers)
+        parts, guards, size_bytes = _lay_out(bundles, num_blocks, layers, components)
         region = allocator.alloc(size_bytes, name)
 
         def release() -> None:
@@ -103,14 +126,20 @@ class HostPool:
 
     @classmethod
     def open(
-        cls, bundles: Iterable[Bundle], num_blocks: int, handle: RegionHandle, *, layers: Collection[int]
+        cls,
+        bundles: Iterable[Bundle],
+        num_blocks: int,
+        handle: RegionHandle,
+        *,
+        layers: Collection[int],
+        components: Collection[Component] = ALL_COMPONENTS,
     ) -> HostPool:
-        """The pool that another process made of the same arguments.
+        """The pool that another process made of the same arguments, as rank 0 does for the ranks beside it.
 
         Raises StoreUnavailable if it is gone, ValueError if its size is not that of these arguments, and
         AssertionError if its guards are not where these arguments put them. It stays unpinned here.
         """
-        parts, guards, size_bytes = _lay_out(bundles, num_blocks, layers)
+        parts, guards, size_bytes = _lay_out(bundles, num_blocks, layers, components)
         if handle.size_bytes != size_bytes:
             raise ValueError(
                 f"host pool {handle.label!r} has {handle.size_bytes} bytes, but {num_blocks} blocks of "
@@ -136,6 +165,11 @@ class HostPool:
         """Passed to `HostPool.open` in another process."""
         return self._region.handle
 
+    @property
+    def region(self) -> HostRegion:
+        """The shared memory that all pages lie in."""
+        return self._region
+
     def view(self, layer: int, component: Component) -> PageView:
         """Pages of one component. Raises KeyError for what has no home here, ValueError after `close`."""
         if self._closed:
@@ -144,6 +178,24 @@ class HostPool:
         if found is None:
             raise KeyError(f"layer {layer} {component.value} has no home in this host pool")
         return found
+
+    def tensor(self, layer: int, component: Component, *, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows as `[num_blocks, block_tokens, width]` without a copy: what is written goes to the pool.
+
+        What a page has beyond its rows is padding. The tensor keeps the memory mapped, even after `close`.
+        Raises as `view` does, and ValueError where such rows do not fit a page.
+        """
+        view, block_tokens = self.view(layer, component), self._parts[layer, component].block_tokens
+        page_items, rest = divmod(view.page_bytes, dtype.itemsize)
+        if rest or not 0 < block_tokens * width <= page_items:
+            raise ValueError(
+                f"{block_tokens} rows of {width} elements of {dtype} do not fit a page of layer {layer} "
+                f"{component.value}, which has {view.page_bytes} bytes"
+            )
+        offset = view.address - self._region.address
+        pages = self._region.tensor()[offset : offset + view.span_bytes].view(dtype)
+        rows = pages.view(view.num_blocks, page_items)[:, : block_tokens * width]
+        return rows.unflatten(1, (block_tokens, width))
 
     def statistics(self) -> HostPoolStatistics:
         return HostPoolStatistics(
@@ -188,6 +240,7 @@ class HostPool:
         self._release = release
         self._closed = False
         self._bytes = region.tensor().numpy()
+        self._parts = {(part.layer, part.component): part for part in parts}
         self._views = {
             (part.layer, part.component): PageView(
                 address=region.address + part.offset,
@@ -203,7 +256,7 @@ class HostPool:
 
 
 def _components(
-    bundles: Iterable[Bundle], layers: Collection[int]
+    bundles: Iterable[Bundle], layers: Collection[int], components: Collection[Component]
 ) -> list[tuple[int, Component, ComponentSpec]]:
     by_index = {bundle.index: bundle for bundle in bundles}
     unknown = sorted(set(layers) - by_index.keys())
@@ -212,24 +265,34 @@ def _components(
     found = []
     for index in sorted(set(layers)):
         bundle = by_index[index]
-        found.append((index, Component.MAIN, bundle.main))
-        if bundle.indexer is not None:
-            found.append((index, Component.INDEXER, bundle.indexer))
+        specs = {Component.MAIN: bundle.main, Component.INDEXER: bundle.indexer}
+        for component, spec in specs.items():
+            if spec is not None and component in components:
+                found.append((index, component, spec))
     return found
 
 
 def _lay_out(
-    bundles: Iterable[Bundle], num_blocks: int, layers: Collection[int]
+    bundles: Iterable[Bundle], num_blocks: int, layers: Collection[int], components: Collection[Component]
 ) -> tuple[list[_Part], list[_Guard], int]:
     """Guard, part, guard, part, ..., guard; parts aligned. Also the size of it all."""
-    components = _components(bundles, layers)
-    if num_blocks <= 0 or not components:
-        raise ValueError(f"a host pool needs blocks and layers, got {num_blocks} blocks of {sorted(layers)}")
+    found = _components(bundles, layers, components)
+    if num_blocks <= 0 or not found:
+        names = [component.value for component in components]
+        raise ValueError(
+            f"a host pool needs blocks and layers, got {num_blocks} blocks of {sorted(layers)} ({names})"
+        )
     parts: list[_Part] = []
     guards = [_Guard(offset=0, size_bytes=ALIGN_BYTES, after="the start")]
     offset = ALIGN_BYTES
-    for layer, component, spec in components:
-        part = _Part(layer=layer, component=component, offset=offset, page_bytes=spec.page_bytes)
+    for layer, component, spec in found:
+        part = _Part(
+            layer=layer,
+            component=component,
+            offset=offset,
+            page_bytes=spec.page_bytes,
+            block_tokens=spec.block_tokens,
+        )
         parts.append(part)
         end = offset + num_blocks * spec.page_bytes
         offset = -(-(end + MIN_GUARD_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
