@@ -1,4 +1,4 @@
-"""A copy engine that drops the copies of chosen lanes: the negative control of every exactness test.
+"""Engines and carriers that do not move what they should: the negative controls of exactness tests.
 
 With the data path switched off an answer must change; if it does not, the test could not have failed.
 """
@@ -9,8 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from kvstrata.core.layers import Component
+from kvstrata.memory.pages import PageView
+from kvstrata.move.carrier import Carrier, CarrierStatistics
 from kvstrata.move.engine import CopyEngine, CopyToken, EngineStatistics, Lane
 from kvstrata.move.plan import CopyPlan
+from kvstrata.move.step import Int64Array
 
 
 class DroppingLane:
@@ -56,3 +60,38 @@ class DroppingEngine:
 
     def close(self, deadline_s: float) -> None:
         self._inner.close(deadline_s)
+
+
+class IdleCarrier:
+    """A carrier whose loads move nothing, on every rank alike; everything else is the inner carrier's."""
+
+    def __init__(self, inner: Carrier) -> None:
+        self._inner = inner
+
+    @property
+    def moving(self) -> frozenset[int]:
+        return self._inner.moving
+
+    def begin_step(self) -> None:
+        self._inner.begin_step()
+
+    def load(self, layer: int, block_ids: Int64Array, *, after: Sequence[CopyToken]) -> CopyToken:
+        return self._inner.load(layer, block_ids[:0], after=after)
+
+    def save(self, layer: int, block_ids: Int64Array, *, after: Sequence[CopyToken]) -> CopyToken | None:
+        return self._inner.save(layer, block_ids, after=after)
+
+    def home(self, layer: int, component: Component) -> PageView:
+        return self._inner.home(layer, component)
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+    def statistics(self) -> CarrierStatistics:
+        return self._inner.statistics()
+
+    def check_integrity(self) -> None:
+        self._inner.check_integrity()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,20 +1,21 @@
-"""Layerwise offload of one rank: layers pass through a few physical buffers, their home is the host pool.
+"""Layers of one rank pass through a few physical buffers; a carrier brings their rows and takes them home.
 
-The lifecycle of a layer in a forward (seed: Layerwise Prefill Offload, Execution pipeline)::
+The lifecycle of a layer in a forward (seed: Layerwise Prefill Offload, Execution pipeline; KVPP, Full-layer
+broadcast and prefetch)::
 
-    begin_step -> acquire(layer) -> [write rows, attend] -> release(layer) -> ... -> end_step
+    begin_step -> start_forward -> acquire(layer) -> [write rows, attend] -> release(layer) -> ... -> end_step
 
-``acquire`` makes the slot safe to write (M1) and the prefix present; ``release`` saves the new rows to the
-host and starts loading later layers. Saves run on one lane, loads on another; a load into a slot is ordered
-behind the saves out of it, so the host thread waits only for loads that are late. A layer whose slot holds no
-other layer never moves: its window is its home.
+``acquire`` makes the slot safe to write (M1) and the prefix present, then starts loading later layers whose
+slots are free; ``release`` takes the new rows home and starts what that set free. A load into a slot is
+ordered behind the saves out of it, so the host thread waits only for loads that are late. A layer that its
+carrier does not move stays in its window.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,16 +24,10 @@ from kvstrata.core.buffers import BufferPlan, SlotId
 from kvstrata.core.gate import GateState, Obligation, Outcome, SlotGate
 from kvstrata.core.layers import Component
 from kvstrata.errors import DeadlineExceeded, KVStrataError, TransferFailed
-from kvstrata.memory.host_pool import HostPool
 from kvstrata.memory.pages import PageView
+from kvstrata.move.carrier import Carrier, PageTable
 from kvstrata.move.engine import CopyEngine, CopyToken
-from kvstrata.move.plan import CopyPlan, concat, plan_block_copies
 from kvstrata.move.step import Int64Array, StepBlocks
-
-LOAD_LANE = "load"
-SAVE_LANE = "save"
-
-PageTable = Mapping[tuple[int, Component], PageView]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +52,12 @@ class _Resident:
 
 
 class LayerwisePipeline:
-    """Moves layers between the host pool and their slots around attention.
+    """Decides when layers move into their slots and out of them, around attention.
 
     One engine thread calls all methods, in lifecycle order. ``arrivals`` lets another source (the store) put
     rows into a layer's home first: it returns the tokens that a load of the layer must come after.
+    ``prefetch_layers`` is how many layers ahead of the running one are loaded; ``deadline_s`` must leave the
+    carrier's own deadlines room, so that a load ends by itself.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class LayerwisePipeline:
         *,
         plan: BufferPlan,
         windows: PageTable,
-        host: HostPool | None,
+        carrier: Carrier,
         engine: CopyEngine,
         gate: SlotGate,
         prefetch_layers: int,
@@ -77,23 +74,20 @@ class LayerwisePipeline:
     ) -> None:
         self._plan = plan
         self._windows = windows
-        self._host = host
+        self._carrier = carrier
         self._engine = engine
         self._gate = gate
         self._prefetch_layers = prefetch_layers
         self._deadline_s = deadline_s
         self._clock = clock
-        self._moving = hosted_layers(plan)
-        self._components = {
-            bundle.index: (Component.MAIN,) if bundle.indexer is None else (Component.MAIN, Component.INDEXER)
-            for bundle in plan.bundles
-        }
+        self._moving = carrier.moving
         self._drafts = {bundle.index for bundle in plan.bundles if bundle.is_draft}
         self._serial = itertools.count()
         self._held: set[int] = set()
         self._released: set[int] = set()
         self._loading: dict[int, CopyToken] = {}
         self._saving: dict[Obligation, tuple[SlotId, CopyToken]] = {}
+        self._saved: dict[int, CopyToken] = {}  # of this step, by layer; the last one where there were more
         self._resident: dict[SlotId, _Resident] = {}
         self._arrivals: Mapping[int, CopyToken] = {}
         self._statistics = LayerwiseStatistics()
@@ -107,8 +101,15 @@ class LayerwisePipeline:
             self.end_step()
         self._resident.clear()
         self._released.clear()
+        self._saved.clear()
         self._arrivals = arrivals or {}
+        self._carrier.begin_step()
         self._count(steps=1)
+
+    def start_forward(self, blocks: StepBlocks) -> None:
+        """Start loading the first layers, where the forward has history; nothing moves where it has none."""
+        if blocks.load.size:
+            self._prefetch(self._plan.execution_order[: self._prefetch_layers], blocks)
 
     def acquire(self, layer: int, blocks: StepBlocks) -> None:
         """Return once ``layer``'s window may be written and holds the prefix; legal again until released.
@@ -129,6 +130,7 @@ class LayerwisePipeline:
         elif layer in self._arrivals:
             self._wait(self._arrivals[layer], f"store rows of layer {layer}")
         self._held.add(layer)
+        self._prefetch_after(layer, blocks)
 
     def release(self, layer: int, blocks: StepBlocks) -> None:
         """Save the rows this forward wrote, then prefetch; the slot stays ``layer``'s until the save ends."""
@@ -139,7 +141,7 @@ class LayerwisePipeline:
         self._prefetch_after(layer, blocks)
 
     def end_step(self) -> None:
-        """Wait until every save has reached the host (device constraint 14) and forget unused prefetches.
+        """Wait until every save is home (device constraint 14) and forget unused prefetches.
 
         All that has ended is put in order before the first failure is raised, so that the next step starts
         clean. What still moves after the deadline keeps its slot, and the next call waits for it again (M3).
@@ -166,8 +168,16 @@ class LayerwisePipeline:
             self._gate.publish(self._plan.slot_of(layer), layer, ())
         self._held.clear()
         self._arrivals = {}
+        self._carrier.end_step()
         if troubles:
             raise troubles[0]
+
+    def saved(self, layer: int) -> CopyToken | None:
+        """Return the token after which the rows that a released layer wrote in this step are home.
+
+        None where they are: the layer's window is its home.
+        """
+        return self._saved.get(layer)
 
     def ran_all_target_layers(self) -> bool:
         """Whether the forward got through; if not, its blocks lack rows and may not be shown to anyone."""
@@ -176,19 +186,18 @@ class LayerwisePipeline:
     def home(self, layer: int, component: Component) -> PageView:
         """Return where the layer's full KV persists between steps."""
         if layer in self._moving:
-            assert self._host is not None
-            return self._host.view(layer, component)
+            return self._carrier.home(layer, component)
         return self._windows[layer, component]
 
     def statistics(self) -> LayerwiseStatistics:
         """Return totals since start."""
-        return self._statistics
+        moved = self._carrier.statistics()
+        return replace(self._statistics, loaded_bytes=moved.loaded_bytes, saved_bytes=moved.saved_bytes)
 
     def check_integrity(self) -> None:
-        """Check that gate, pool and pipeline agree on every slot."""
+        """Check that gate, carrier and pipeline agree on every slot."""
         self._gate.check_integrity()
-        if self._host is not None:
-            self._host.check_integrity()
+        self._carrier.check_integrity()
         for layer in (self._held & self._moving) | set(self._loading):
             slot = self._plan.slot_of(layer)
             assert self._gate.owner(slot) == layer, f"slot {slot} was taken from layer {layer}"
@@ -202,56 +211,48 @@ class LayerwisePipeline:
         wanted = blocks.load
         if resident is not None and resident.layer == layer:
             wanted = np.setdiff1d(wanted, resident.blocks, assume_unique=True)
-        copies = self._copies(layer, wanted, to_host=False)
         behind = self._gate.pending(slot)
         tokens = [self._saving[obligation][1] for obligation in behind]
         if layer in self._arrivals:
             tokens.append(self._arrivals[layer])
         self._gate.claim(slot, layer, ordered_behind=behind)
         try:
-            token = self._engine.lane(LOAD_LANE).submit(copies, after=tokens, name=f"load of layer {layer}")
+            token = self._carrier.load(layer, wanted, after=tokens)
         except BaseException:
             self._gate.publish(slot, layer, ())  # nothing was started: the slot is free again
             raise
         self._resident[slot] = _Resident(layer=layer, blocks=np.union1d(blocks.load, blocks.save))
-        self._count(loaded_bytes=copies.total_bytes)
         return token
 
     def _start_save(self, layer: int, blocks: StepBlocks) -> None:
         slot = self._plan.slot_of(layer)
-        copies = self._copies(layer, blocks.save, to_host=True)
         obligation = Obligation(kind="save", key=(layer, next(self._serial)))
         self._gate.publish(slot, layer, (obligation,))
         self._held.discard(layer)
         try:
-            token = self._engine.lane(SAVE_LANE).submit(
-                copies, after=(self._engine.compute_done(),), name=f"save of layer {layer}"
-            )
+            token = self._carrier.save(layer, blocks.save, after=(self._engine.compute_done(),))
         except BaseException:
             self._gate.settle(slot, obligation, Outcome.FAILED)
             raise
+        if token is None:
+            self._gate.settle(slot, obligation, Outcome.DONE)
+            return
         self._saving[obligation] = (slot, token)
-        self._count(saved_bytes=copies.total_bytes)
+        self._saved[layer] = token
 
     def _prefetch_after(self, layer: int, blocks: StepBlocks) -> None:
-        """Start loading later target layers whose slot no earlier layer still needs.
+        self._prefetch(self._plan.following(layer, self._prefetch_layers), blocks)
+
+    def _prefetch(self, layers: Sequence[int], blocks: StepBlocks) -> None:
+        """Start loading those of the target layers whose slot no earlier layer still needs.
 
         Draft layers are left out: they may run several times a step, each time with another prefix.
         """
-        for later in self._plan.following(layer, self._prefetch_layers):
+        for later in layers:
             if later in self._drafts or later not in self._moving:
                 continue
             if self._gate.state(self._plan.slot_of(later)) is not GateState.CLAIMED:
                 self._loading[later] = self._start_load(later, blocks)
-
-    def _copies(self, layer: int, block_ids: Int64Array, *, to_host: bool) -> CopyPlan:
-        assert self._host is not None
-        plans = []
-        for component in self._components[layer]:
-            window, home = self._windows[layer, component], self._host.view(layer, component)
-            dst, src = (home, window) if to_host else (window, home)
-            plans.append(plan_block_copies(dst, src, block_ids))
-        return concat(plans)
 
     def _settle_saves_of(self, slot: SlotId) -> None:
         for obligation, (owner, _) in list(self._saving.items()):
@@ -280,8 +281,3 @@ class LayerwisePipeline:
     def _count(self, **more: float) -> None:
         now = self._statistics
         self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
-
-
-def hosted_layers(plan: BufferPlan) -> frozenset[int]:
-    """Return the layers whose home is the host: those that share their slot with another layer."""
-    return frozenset(layer for slot in plan.slots if len(slot.layers) > 1 for layer in slot.layers)

@@ -66,20 +66,8 @@ def plan_block_copies(dst: PageView, src: PageView, block_ids: npt.NDArray[np.in
     neighbours can be merged. They are merged only where both sides have no gap between pages.
     Raises ValueError when the page sizes differ and IndexError for an id that either side lacks.
     """
-    if dst.page_bytes != src.page_bytes:
-        raise ValueError(f"page sizes differ: {src.page_bytes} bytes at the source, {dst.page_bytes} here")
     ids = ascending_block_ids(block_ids, min(dst.num_blocks, src.num_blocks))
-    if len(ids) == 0:
-        return CopyPlan.empty()
-    if dst.is_compact and src.is_compact:
-        gaps = np.flatnonzero(ids[1:] - ids[:-1] != 1)
-        firsts = np.concatenate(([0], gaps + 1))
-        lasts = np.append(gaps, len(ids) - 1)
-        ids = ids[firsts]
-        size = (lasts - firsts + 1) * np.int64(src.page_bytes)
-    else:
-        size = np.full(len(ids), src.page_bytes, dtype=np.int64)
-    return CopyPlan(dst=dst.address_of(ids), src=src.address_of(ids), size=size)
+    return plan_page_copies(dst, ids, src, ids)
 
 
 def concat(plans: Iterable[CopyPlan]) -> CopyPlan:
@@ -109,3 +97,21 @@ def merge_adjacent(plan: CopyPlan) -> CopyPlan:
     breaks = (plan.dst[1:] != ends_dst) | (plan.src[1:] != ends_src)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     return CopyPlan(dst=plan.dst[starts], src=plan.src[starts], size=np.add.reduceat(plan.size, starts))
+
+
+def plan_page_copies(
+    dst: PageView,
+    dst_ids: npt.NDArray[np.integer],
+    src: PageView,
+    src_ids: npt.NDArray[np.integer],
+) -> CopyPlan:
+    """Copy page `src_ids[i]` of `src` to page `dst_ids[i]` of `dst`; neighbours on both sides are merged.
+
+    Raises ValueError when page sizes or counts differ and IndexError for an id that its side lacks.
+    """
+    if dst.page_bytes != src.page_bytes:
+        raise ValueError(f"page sizes differ: {src.page_bytes} bytes at the source, {dst.page_bytes} here")
+    if len(dst_ids) != len(src_ids):
+        raise ValueError(f"{len(src_ids)} pages to copy to {len(dst_ids)} places")
+    size = np.full(len(src_ids), src.page_bytes, dtype=np.int64)
+    return merge_adjacent(CopyPlan(dst=dst.page_address(dst_ids), src=src.page_address(src_ids), size=size))

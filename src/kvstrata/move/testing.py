@@ -16,7 +16,8 @@ from kvstrata.memory.allocator import SharedMemoryAllocator
 from kvstrata.memory.host_pool import HostPool
 from kvstrata.memory.pages import PageView
 from kvstrata.move.engine import CopyEngine
-from kvstrata.move.layerwise import LayerwisePipeline, hosted_layers
+from kvstrata.move.host_carrier import HostCarrier, hosted_layers
+from kvstrata.move.layerwise import LayerwisePipeline
 from kvstrata.move.step import StepBlocks, step_blocks
 
 WORDS = {Component.MAIN: 2, Component.INDEXER: 1}
@@ -242,6 +243,10 @@ class Forward:
             )
 
 
+def make_carrier(memory: Memory, engine: CopyEngine) -> HostCarrier:
+    return HostCarrier(plan=memory.plan, windows=memory.windows, host=memory.host, engine=engine)
+
+
 def make_pipeline(
     memory: Memory,
     engine: CopyEngine,
@@ -254,7 +259,7 @@ def make_pipeline(
     return pipeline_class(
         plan=memory.plan,
         windows=memory.windows,
-        host=memory.host,
+        carrier=make_carrier(memory, engine),
         engine=engine,
         gate=gate_class(memory.slot_ranges),
         prefetch_layers=prefetch_layers,

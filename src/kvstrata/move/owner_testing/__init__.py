@@ -1,0 +1,1 @@
+"""For tests of KVPP: ranks over real memory, in threads and in processes."""
