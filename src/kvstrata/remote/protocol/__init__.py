@@ -1,0 +1,1 @@
+"""What both sides of a remote read say to each other, and the parts that their machines share."""

@@ -1,0 +1,1 @@
+"""For tests: two sides of a remote read over memory whose every byte is known."""

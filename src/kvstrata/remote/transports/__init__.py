@@ -1,0 +1,1 @@
+"""Ways to read another engine's memory."""
