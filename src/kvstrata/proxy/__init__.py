@@ -1,0 +1,1 @@
+"""The proxy in front of prefill and decode engines: routing, the metaserver, retries, metrics."""
