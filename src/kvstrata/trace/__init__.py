@@ -1,0 +1,1 @@
+"""Record which rows decoding selects; replay such a trace through hot rows of other sizes and policies."""
