@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvstrata.errors import StoreError
+from kvstrata.memory.processes import Holder, current_holder
 from kvstrata.store.directory import StoreFiles
-from kvstrata.store.processes import Holder, current_holder
 
 
 class Attachment:

@@ -19,7 +19,9 @@ from kvstrata.store.local import LocalStore
 from kvstrata.store.registry import default_store_path
 
 app = typer.Typer(
-    name="store", help="Look at, or empty, the host KV store that engines share.", no_args_is_help=True
+    name="store",
+    help="Look at, or empty, the host KV store that engines share.\n\nExample: kvstrata store stat",
+    no_args_is_help=True,
 )
 
 PathOption = Annotated[
@@ -27,7 +29,7 @@ PathOption = Annotated[
     typer.Option(
         "--path",
         metavar="DIR",
-        help="The store's directory, as in store_path. Default: that knob's own default.",
+        help="The store's directory, as in store_path. Default: this user's, in /dev/shm.",
         show_default=False,
     ),
 ]
@@ -38,7 +40,10 @@ def stat(
     path: PathOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Show what a store holds and how it is used."""
+    """Show what a store holds and how it is used.
+
+    Example: kvstrata store stat --json
+    """
     path = path or default_store_path()
     with _friendly_errors(), _attached(path) as store:
         statistics = store.statistics()
@@ -57,7 +62,10 @@ def clear(
         bool, typer.Option("--delete", help="Delete the store's files and free its memory; also if corrupt.")
     ] = False,
 ) -> None:
-    """Drop everything in a store. Engines compute it again; running ones may keep using the store."""
+    """Drop everything in a store. Engines compute it again; running ones may keep using the store.
+
+    Example: kvstrata store clear --yes
+    """
     path = path or default_store_path()
     question = f"Delete the store in {path}?" if delete else f"Drop everything in the store in {path}?"
     if not yes and not typer.confirm(question):

@@ -19,12 +19,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvstrata.errors import ConfigurationError, DeadlineExceeded, StoreFormatError, StoreUnavailable
+from kvstrata.memory.processes import boot_id
 from kvstrata.store.arena import Arena, create_arena
 from kvstrata.store.format import FORMAT_VERSION, GIB, StoreFormat, StoreParameters
 from kvstrata.store.index import Index, how_to_clear
 from kvstrata.store.integrity import check_index
 from kvstrata.store.locks import FileLock, try_lock
-from kvstrata.store.processes import boot_id
 from kvstrata.store.records import Extent, Place
 from kvstrata.store.spill import SpillFile, create_spill
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from kvstrata.memory.processes import Liveness
 from kvstrata.store.arena import Arena
 from kvstrata.store.index import IndexTransaction
-from kvstrata.store.processes import Liveness
 from kvstrata.store.records import Extent, ObjectRecord, Place, Reservation
 from kvstrata.store.spill import SpillFile
 

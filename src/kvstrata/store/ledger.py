@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvstrata.memory.processes import Holder, Liveness
 from kvstrata.store.base import ReadLease, Status, StoreKey, WriteHandle
 from kvstrata.store.eviction import Evictor, allocate, drop_object, give_back, is_leased
 from kvstrata.store.extents import round_up
 from kvstrata.store.index import IndexTransaction, digest
-from kvstrata.store.processes import Holder, Liveness
 from kvstrata.store.records import Extent, LeaseRecord, ObjectRecord, Place, Reservation
 
 TOUCH_INTERVAL_US = 1_000_000

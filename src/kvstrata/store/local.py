@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstrata.errors import ConfigurationError, StoreError
+from kvstrata.memory.processes import Liveness
 from kvstrata.store import ledger
 from kvstrata.store.attachment import Attachment, attachments
 from kvstrata.store.base import (
@@ -31,7 +32,6 @@ from kvstrata.store.format import StoreParameters
 from kvstrata.store.index import IndexFull
 from kvstrata.store.integrity import check_index
 from kvstrata.store.ledger import Ledger
-from kvstrata.store.processes import Liveness
 from kvstrata.store.records import ObjectRecord, Place
 from kvstrata.store.session import FAULTS, Session, to_us
 from kvstrata.store.summary import summarise

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
 
-from kvstrata.store.processes import HOLDER_BYTES, Holder
+from kvstrata.memory.processes import HOLDER_BYTES, Holder
 
 
 class Place(IntEnum):

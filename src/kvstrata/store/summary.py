@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvstrata.memory.processes import Liveness
 from kvstrata.store.base import StoreStatistics
 from kvstrata.store.format import StoreParameters
 from kvstrata.store.index import IndexTransaction
-from kvstrata.store.processes import Liveness
 from kvstrata.store.session import Taken
 
 
