@@ -10,8 +10,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from kvstrata.kernels.base import kernels_for
+from kvstrata.kernels.packed_rows import PackedRows
 
-from .hooks import LayerHook, NoHook
+from .hooks import FullWindow, LayerHook, NoHook, Window
 from .metadata import KVStrataMetadata
 
 
@@ -54,18 +55,24 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
-        self.kernels = kernels_for(current_platform.device_type)
         self.hook: LayerHook = NoHook()
+        self.window: Window = FullWindow(kernels_for(current_platform.device_type))
+        self._packed: PackedRows | None = None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
+    def store_packed(self, packed: PackedRows) -> None:
+        """Keep SFA-C8 rows from now on; called while the model is built, before caches and windows are."""
+        self._packed = packed
+        self.window = FullWindow(kernels_for(current_platform.device_type, packed))
+
     def record_logical_topk_ready(self) -> None:
-        """Called by vLLM once the top-k is known; the row window of sparse decode will listen here."""
+        """Called by vLLM once the top-k is known; rows are resolved where they are used."""
 
     def do_kv_cache_update(
         self,
         kv_c_normed: torch.Tensor,  # [T, kv_lora_rank]
         k_pe: torch.Tensor,  # [T, 1, rope]
-        kv_cache: torch.Tensor,  # [B, N, row]
+        kv_cache: torch.Tensor,  # [B, N, row], or [B, N, row bytes] where rows are packed
         slot_mapping: torch.Tensor,  # [T]
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
@@ -80,9 +87,8 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         if metadata is not None:
             self.hook.acquire(metadata)
         tokens = slot_mapping.numel()
-        self.kernels.write_rows(
-            kv_cache, torch.cat([kv_c_normed[:tokens], k_pe[:tokens].squeeze(1)], -1), slot_mapping
-        )
+        rows = self._rows(kv_c_normed[:tokens], k_pe[:tokens].squeeze(1))
+        self.window.write(rows, kv_cache, slot_mapping, metadata)
 
     def forward_mqa(
         self,
@@ -94,19 +100,28 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
         """Return the latent attention output [T, H, kv_lora_rank]; then release the layer's window."""
         if isinstance(q, tuple):
             q = torch.cat(q, dim=-1)
-        out = self._attend(q, kv_c_and_k_pe_cache, attn_metadata)
+        out = self.window.attend(
+            q, kv_c_and_k_pe_cache, attn_metadata, self._selected(), self.scale, self.kv_lora_rank
+        )
         self.hook.release(attn_metadata)
         return out, None
 
-    def _attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: KVStrataMetadata) -> torch.Tensor:
-        return self.kernels.dense_mla(
-            q, cache, metadata.plan, scale=self.scale, kv_lora_rank=self.kv_lora_rank
-        )
+    def _rows(self, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """The new rows as the cache, home and window of this layer hold them."""
+        if self._packed is None:
+            return torch.cat([latent, rope], -1)
+        return self._packed.pack(latent, rope)
 
-    def bind(self, layer_name: str, hook: LayerHook) -> None:
+    def _selected(self) -> torch.Tensor | None:
+        """The positions to attend to; None for all."""
+        return None
+
+    def bind(self, layer_name: str, hook: LayerHook, window: Window | None = None) -> None:
         """Attach the data path of ``layer_name``; called by the worker once caches are bound."""
         self._layer_name = layer_name
         self.hook = hook
+        if window is not None:
+            self.window = window
 
     def _metadata(self) -> KVStrataMetadata | None:
         if isinstance(self.hook, NoHook):
@@ -117,12 +132,9 @@ class KVStrataMLAImpl(MLAAttentionImpl[KVStrataMetadata], SharedTopkIndicesBuffe
 class KVStrataSparseMLAImpl(KVStrataMLAImpl):
     """MLA over the rows that the indexer of this layer, or of an earlier one, selected."""
 
-    def _attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: KVStrataMetadata) -> torch.Tensor:
-        topk = self.topk_indices_buffer
-        assert topk is not None, "vLLM gives every sparse layer the shared top-k buffer"
-        return self.kernels.sparse_mla(
-            q, cache, metadata.plan, topk, scale=self.scale, kv_lora_rank=self.kv_lora_rank
-        )
+    def _selected(self) -> torch.Tensor | None:
+        assert self.topk_indices_buffer is not None, "vLLM gives every sparse layer the shared top-k buffer"
+        return self.topk_indices_buffer
 
 
 def forward_metadata(layer_name: str) -> KVStrataMetadata | None:

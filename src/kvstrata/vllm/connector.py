@@ -1,7 +1,7 @@
 """kvstrata's KV connector: the face vLLM's scheduler and workers see.
 
-``KVStrataConnector`` does what the configuration asks for. ``AscendStoreConnector`` is the seeds' name for
-its store half; ``SfaRemoteD2HConnector`` names the remote half, which this version does not have.
+``KVStrataConnector`` does what the configuration asks for. ``AscendStoreConnector`` and
+``SfaRemoteD2HConnector`` are the seeds' names for its store half and its remote half.
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.logger import init_logger
 
+from kvstrata.core.budget import SparseBudget
 from kvstrata.errors import UnsupportedError
+from kvstrata.memory.allocator import SharedMemoryAllocator
+from kvstrata.memory.window_memory import MIN_BYTES, SharedWindowMemory
 
 from .data_path import DataPath
-from .layout import plan_layout, specs_of
-from .namespace import all_rank_keys, rank_identity, store_namespace
+from .layout import specs_of
+from .namespace import all_rank_keys, store_namespace
+from .open_path import BoundCaches, OpenPath, open_kvpp, open_layerwise, open_sparse
+from .remote_roles import roles_of
 from .scheduler_side import StoreScheduler
 from .settings import Settings
+from .sparse_plan import SparsePlan
 from .stats import KVStrataPromMetrics, KVStrataStats
 from .stores import open_configured_store
 from .transfers import StepDone, StepTransfers
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -38,11 +47,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from .remote_scheduler import RemoteScheduler
+    from .remote_worker import RemoteWorker
+
 logger = init_logger("vllm.kvstrata.connector")
 
 
 class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
-    """Layerwise prefill offload and the KV store, in one connector.
+    """Layerwise prefill offload, the KV store and remote read between engines, in one connector.
 
     vLLM makes one object in the scheduler's process and one in every worker; each drives its own half.
     """
@@ -57,7 +69,21 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_config = kv_cache_config
         self._scheduler: StoreScheduler | None = None
         self._data_path: DataPath | None = None
+        self._bound: BoundCaches | None = None
         self._namespace = store_namespace(vllm_config)
+        self._remote_scheduler: RemoteScheduler | None = None
+        self._remote: RemoteWorker | None = None
+        self._window_memory: SharedWindowMemory | None = None
+        roles = roles_of(vllm_config, self._settings)
+        is_read_by_others = "producer" in roles or self._settings.is_kvpp
+        if role is KVConnectorRole.WORKER and is_read_by_others:
+            # KVPP cannot do without, however little it is.
+            least = 1 if self._settings.is_kvpp else MIN_BYTES
+            self._window_memory = SharedWindowMemory(SharedMemoryAllocator(), min_bytes=least)
+        if role is KVConnectorRole.SCHEDULER and roles:
+            from .remote_open import open_remote_scheduler
+
+            self._remote_scheduler = open_remote_scheduler(vllm_config, self._settings)
         if role is KVConnectorRole.SCHEDULER:
             specs_of(kv_cache_config)  # refuses a hybrid layout by name
             store = open_configured_store(self._settings.connector.store)
@@ -78,42 +104,44 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker side.
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Put the data path together and hook it into the layers; called once caches are bound."""
-        from vllm.distributed import get_pp_group, get_tp_group
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Where vLLM allocates its caches: in memory that other engines can read, if they shall."""
+        return self._window_memory or super().get_mem_pool_context()
 
-        assert self._settings.connector is not None
-        layout = plan_layout(specs_of(self._kv_config), self._vllm_config, self._settings)
-        identity = rank_identity(
-            self._vllm_config, tp_rank=get_tp_group().rank_in_group, pp_rank=get_pp_group().rank_in_group
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Put the data path together and hook it into the layers; called once caches are bound.
+
+        Sparse offload waits for the worker's plan: see `open_sparse`.
+        """
+        self._bound = BoundCaches(
+            vllm_config=self._vllm_config,
+            kv_config=self._kv_config,
+            kv_caches=kv_caches,
+            settings=self._settings,
+            namespace=self._namespace,
+            window_regions=self._window_memory.regions if self._window_memory is not None else (),
         )
-        store = open_configured_store(
-            self._settings.connector.store, object_bytes=layout.plan.logical_page_bytes
-        )
-        try:
-            self._data_path = DataPath(
-                layout=layout,
-                kv_caches=kv_caches,
-                settings=self._settings,
-                store=store,
-                namespace=self._namespace,
-                rank=identity.key(),
-            )
-        except BaseException:
-            if store is not None:
-                store.close()
-            raise
-        layers = self._vllm_config.compilation_config.static_forward_context
-        for name, layer in layout.layer_of.items():
-            module = layers[name]
-            bindable = module if hasattr(module, "bind") else module.impl
-            bindable.bind(name, self._data_path.hook(layer.index))
+        if self._settings.is_kvpp:
+            self._use(open_kvpp(self._bound))
+        elif not self._settings.is_sparse:
+            self._use(open_layerwise(self._bound))
+
+    def open_sparse(self, plan: SparsePlan, budget: SparseBudget) -> None:
+        """Put sparse offload's data path together; called by the worker once caches are registered."""
+        assert self._bound is not None, "vLLM registers caches before the worker goes on"
+        self._use(open_sparse(self._bound, plan, budget))
+
+    def _use(self, opened: OpenPath) -> None:
+        self._data_path, self._remote = opened.path, opened.remote
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins: vLLM binds before every forward, whether or not it calls ``start_load_kv`` first."""
         super().bind_connector_metadata(connector_metadata)
         if self._data_path is not None:
             assert isinstance(connector_metadata, StepTransfers)
+            if self._remote is not None:
+                # First: it ends what others may read of blocks that this step gives to other requests.
+                self._remote.begin_step(connector_metadata)
             self._data_path.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -131,6 +159,17 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's forwards are over, drafts included."""
         if self._data_path is not None:
             self._data_path.end_step()
+        if self._remote is not None:
+            self._remote.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose prompts were sent to or received from another engine; each is named once."""
+        if self._remote is None:
+            return KVConnectorTransferResults()
+        results = self._remote.results(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks the store lost between lookup and read; vLLM computes them again."""
@@ -152,7 +191,13 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._data_path.figures() if self._data_path is not None else {}
 
     def shutdown(self) -> None:
-        """Finish what is in flight and let go of memory and store."""
+        """Finish what is in flight and let go of memory, store and other engines."""
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+        if self._remote_scheduler is not None:
+            self._remote_scheduler.close()
+            self._remote_scheduler = None
         if self._data_path is not None:
             self._data_path.close()
             self._data_path = None
@@ -162,8 +207,20 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side.
 
+    def on_new_request(self, request: Request) -> None:
+        """A request has come; another engine may wait for its prompt."""
+        if self._remote_scheduler is not None:
+            self._remote_scheduler.on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Report the store's prefix hit; its rows are loaded in the request's own step, layer by layer."""
+        """Report what another engine will supply, before the request runs; else the store's prefix hit.
+
+        The store's rows are loaded in the request's own step, layer by layer.
+        """
+        if self._remote_scheduler is not None:
+            pulled = self._remote_scheduler.matched_tokens(request, num_computed_tokens)
+            if pulled:
+                return pulled, True
         if self._scheduler is None:
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens), False
@@ -171,19 +228,33 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Note which blocks the hit is to be loaded into."""
+        """Note which blocks the prompt or the hit is to be put into."""
+        block_ids = blocks.get_block_ids()[0]
+        if self._remote_scheduler is not None and self._remote_scheduler.allocated(
+            request, block_ids, num_external_tokens
+        ):
+            num_external_tokens = 0  # nothing of it comes from the store
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Tell the workers what to fetch and what to offer."""
-        if self._scheduler is None:
-            return StepTransfers()
-        return self._scheduler.step(scheduler_output)
+        """Tell the workers what to fetch, what to offer, and what goes to or comes from other engines."""
+        transfers = StepTransfers() if self._scheduler is None else self._scheduler.step(scheduler_output)
+        transfers.has_forward = scheduler_output.total_num_scheduled_tokens > 0
+        if self._remote_scheduler is not None:
+            transfers.remote = self._remote_scheduler.step(
+                scheduler_output, number=transfers.number, is_unsure=bool(transfers.fetches)
+            )
+        return transfers
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers finished a step: its leases may end; what came of a lost block is nobody's prefix."""
         done = connector_output.kv_connector_worker_meta
+        if self._remote_scheduler is not None:
+            self._remote_scheduler.received(connector_output.finished_recving or ())
+            if isinstance(done, StepDone):
+                is_sound = not connector_output.invalid_block_ids
+                self._remote_scheduler.step_done(done.number, is_sound=is_sound)
         if self._scheduler is None or not isinstance(done, StepDone):
             return
         lost = self._scheduler.step_done(done.number, connector_output.invalid_block_ids)
@@ -193,10 +264,11 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_manager.evict_blocks(lost)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: nothing reads them between steps but puts, which a step waits for."""
+        """Blocks may be freed at once, unless another engine reads them: a step waits for all its puts."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
-        return False, None
+        is_read = self._remote_scheduler is not None and self._remote_scheduler.finished(request)
+        return is_read, None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -225,18 +297,6 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVStrataPromMetrics:
         """Register kvstrata's counters on ``/metrics``."""
         return KVStrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-class RemoteConnector(KVStrataConnector):
-    """The seeds' remote half; refused by name until it exists."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        raise UnsupportedError(
-            "SfaRemoteD2HConnector: remote read between prefill and decode engines is not in this version; "
-            "use KVStrataConnector or AscendStoreConnector for layerwise prefill offload and the store"
-        )
 
 
 def find_connector(group: Any) -> KVStrataConnector | None:

@@ -1,129 +1,141 @@
-"""One worker's data path: windows, host pool, copy lanes and store, put together once caches are bound."""
+"""One worker's data path, as the connector drives it: steps, store, counts. The members say what moves.
+
+`layerwise_path.py` passes whole layers through a few buffers, `sparse_path.py` selected rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.logger import init_logger
 
-from kvstrata.core.gate import PhysicalRange, SlotGate
+from kvstrata.core.bundle import Bundle
 from kvstrata.core.layers import Component
 from kvstrata.kernels.parallel import pool_cpus
-from kvstrata.memory.allocator import SharedMemoryAllocator
 from kvstrata.memory.host_pool import HostPool
 from kvstrata.memory.pages import PageView
-from kvstrata.move import engine_for
-from kvstrata.move.engine import CopyEngine
-from kvstrata.move.faulty import DroppingEngine
-from kvstrata.move.layerwise import LOAD_LANE, LayerwisePipeline, hosted_layers
-from kvstrata.move.step import StepBlocks, step_blocks
+from kvstrata.memory.region import HostRegion
+from kvstrata.move.engine import CopyEngine, CopyToken
 from kvstrata.move.store_io import StoreIO
 from kvstrata.store.base import Store
 
-from .layout import Layout
-from .settings import Settings
+from .hooks import LayerHook, Window
 from .stats import METRICS
 from .transfers import StepTransfers
 
 if TYPE_CHECKING:
-    from .metadata import KVStrataMetadata
+    from _typeshed import DataclassInstance
 
 logger = init_logger("vllm.kvstrata.data_path")
 
 
+class Pipeline(Protocol):
+    """What moves a rank's layers between home and window."""
+
+    def end_step(self) -> None:
+        """Leave nothing in flight."""
+
+    def ran_all_target_layers(self) -> bool:
+        """Whether the forward got through."""
+
+    def home(self, layer: int, component: Component) -> PageView:
+        """Where the layer's full KV persists between steps."""
+
+    def statistics(self) -> DataclassInstance:
+        """Totals since start, under the keys of the metrics."""
+
+    def check_integrity(self) -> None:
+        """Check every part that holds state."""
+
+
 class DataPath:
-    """Owns everything that moves KV in this worker; the connector drives steps, the layers drive hooks."""
+    """Owns everything that moves KV in this worker; the connector drives steps, the layers drive hooks.
+
+    A member gives the pipeline and says how a step begins; what a store brings and takes is the same for all.
+    """
 
     def __init__(
         self,
         *,
-        layout: Layout,
-        kv_caches: Mapping[str, torch.Tensor],
-        settings: Settings,
+        pipeline: Pipeline,
+        engine: CopyEngine,
+        host: HostPool | None,
         store: Store | None,
+        bundles: tuple[Bundle, ...],
         namespace: str,
         rank: str,
+        num_blocks: int,
+        deadline_s: float,
+        owns_host: bool = True,
     ) -> None:
-        connector = settings.connector
-        assert connector is not None
-        windows = _windows(layout, kv_caches)
-        num_blocks = next(iter(windows.values())).num_blocks
-        device = next(iter(kv_caches.values())).device
-        hosted = hosted_layers(layout.plan)
-        self._plan = layout.plan
-        self._num_blocks = num_blocks
-        self._rank = rank
-        self._engine: CopyEngine = engine_for(device.type, **_engine_options(device.type))
-        moving = self._engine
-        if settings.additional.fault == "skip_loads":
-            logger.warning("fault is 'skip_loads': answers of this engine are wrong on purpose")
-            moving = DroppingEngine(self._engine, lanes={LOAD_LANE})
-        self._host = (
-            HostPool(
-                layout.plan.bundles,
-                num_blocks,
-                SharedMemoryAllocator(limit_bytes=connector.layerwise.host_memory_bytes, prefault=True),
-                layers=hosted,
-            )
-            if hosted
-            else None
-        )
-        self._pipeline = LayerwisePipeline(
-            plan=layout.plan,
-            windows=windows,
-            host=self._host,
-            engine=moving,
-            gate=SlotGate(_slot_ranges(layout, windows)),
-            prefetch_layers=connector.layerwise.prefetch_layers,
-            deadline_s=connector.deadline_s,
-        )
+        self._pipeline = pipeline
+        self._owns_host = owns_host
+        self._engine = engine
+        self._host = host
         self._store = store
         self._io = (
             StoreIO(
                 store=store,
-                bundles=layout.plan.bundles,
-                home=self._pipeline.home,
-                engine=self._engine,
+                bundles=bundles,
+                home=pipeline.home,
+                engine=engine,
                 namespace=namespace,
                 rank=rank,
-                deadline_s=connector.deadline_s,
+                deadline_s=deadline_s,
             )
             if store is not None
             else None
         )
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._deadline_s = deadline_s
         self._transfers = StepTransfers()
-        self._deadline_s = connector.deadline_s
         self._reported: dict[str, float] = {}
-        logger.info(
-            "rank %s: %d blocks, %.1f MiB of layer buffers, %.1f MiB host pool, store %s",
-            rank,
-            num_blocks,
-            num_blocks * layout.plan.physical_page_bytes / 2**20,
-            self._host.size_bytes / 2**20 if self._host else 0.0,
-            "on" if store is not None else "off",
-        )
+        self._more_counts: Callable[[], Mapping[str, float]] | None = None
 
-    def hook(self, layer: int) -> PipelineHook:
+    def hook(self, layer: int) -> LayerHook:
         """Return the lifecycle hook of one layer."""
-        return PipelineHook(self._pipeline, layer)
+        raise NotImplementedError
+
+    def window(self, layer: int) -> Window | None:
+        """Return the memory that the layer's attention uses; None for the cache that vLLM bound to it."""
+        return None
+
+    def home(self, layer: int, component: Component) -> PageView:
+        """Return where the layer's full KV persists between steps: what other engines read and fill."""
+        return self._pipeline.home(layer, component)
+
+    def saved(self, layer: int) -> CopyToken | None:
+        """Return the token after which this step's rows of a released layer are home; None: they are."""
+        return None
+
+    @property
+    def shares_main_home(self) -> bool:
+        """Whether the ranks of this engine have one home for main KV, and not one each."""
+        return False
+
+    @property
+    def shared_regions(self) -> list[HostRegion]:
+        """Shared memory that homes lie in, apart from vLLM's own caches."""
+        return [self._host.region] if self._host is not None else []
+
+    @property
+    def near(self) -> torch.Tensor | None:
+        """Where indexers leave the positions they nearly selected, [max tokens, W]; None: nobody asks."""
+        return None
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Start a forward: settle the step before, start the store's fetches."""
-        self._pipeline.end_step()  # a forward that broke off still saves to homes that fetches would write
-        self._transfers = transfers
-        arrivals = None
-        if self._io is not None:
-            arrivals = self._io.begin_step(
-                [(fetch.block_id, fetch.leases.get(self._rank)) for fetch in transfers.fetches]
-            )
-        self._pipeline.begin_step(arrivals)
+        raise NotImplementedError
 
     def end_step(self) -> None:
-        """Drain the forward's saves, then offer finished blocks to the store."""
+        """Leave nothing of the forward in flight, then offer finished blocks to the store."""
         self._pipeline.end_step()
+        self._offer_blocks()
+
+    def _offer_blocks(self) -> None:
         if self._io is None:
             return
         self._io.end_step()
@@ -144,10 +156,18 @@ class DataPath:
 
     def counts(self) -> dict[str, float]:
         """Return totals since start under the keys of the metrics."""
-        totals = asdict(self._pipeline.statistics())
+        totals = dict(vars(self._pipeline.statistics()))  # asdict would copy deeply, in every step
         if self._io is not None:
-            totals |= asdict(self._io.statistics())
+            totals |= vars(self._io.statistics())
+        if self._more_counts is not None:
+            totals |= self._more_counts()
+        if self._host is not None and self._owns_host:
+            totals["own_host_pool_bytes"] = self._host.size_bytes
         return {metric.key: totals.get(metric.key, 0) for metric in METRICS}
+
+    def count_also(self, totals: Callable[[], Mapping[str, float]]) -> None:
+        """Report these totals since start too, of a part beside this path."""
+        self._more_counts = totals
 
     def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
@@ -161,11 +181,7 @@ class DataPath:
         return {
             "rank": self._rank,
             "num_blocks": self._num_blocks,
-            "device_bytes": self._num_blocks * self._plan.physical_page_bytes,
-            "logical_page_bytes": self._plan.logical_page_bytes,
-            "physical_page_bytes": self._plan.physical_page_bytes,
             "host_pool_bytes": self._host.size_bytes if self._host is not None else 0,
-            "plan": self._plan.describe(),
             **self.counts(),
         }
 
@@ -186,54 +202,16 @@ class DataPath:
         if self._store is not None:
             self._store.close()
 
-
-class PipelineHook:
-    """A layer's hook on the layerwise pipeline."""
-
-    def __init__(self, pipeline: LayerwisePipeline, layer: int) -> None:
-        self._pipeline = pipeline
-        self._layer = layer
-
-    def acquire(self, metadata: KVStrataMetadata) -> None:
-        """Wait until the layer's window is safe to write and holds the prefix."""
-        self._pipeline.acquire(self._layer, _blocks(metadata))
-
-    def release(self, metadata: KVStrataMetadata) -> None:
-        """Save the new rows and prefetch."""
-        self._pipeline.release(self._layer, _blocks(metadata))
-
-
-def _blocks(metadata: KVStrataMetadata) -> StepBlocks:
-    if metadata.blocks is None:
-        metadata.blocks = step_blocks(
-            metadata.query_start_loc.numpy(),
-            metadata.seq_lens.numpy(),
-            metadata.block_table.numpy(),
-            metadata.plan.block_tokens,
+    def _start_fetches(self, transfers: StepTransfers) -> Mapping[int, CopyToken]:
+        """Start filling blocks from the store; return the token, by layer, after which its rows are there."""
+        self._transfers = transfers
+        if self._io is None:
+            return {}
+        return self._io.begin_step(
+            [(fetch.block_id, fetch.leases.get(self._rank)) for fetch in transfers.fetches]
         )
-    return metadata.blocks
 
 
-def _engine_options(device_type: str) -> dict[str, Any]:
+def engine_options(device_type: str) -> dict[str, Any]:
     """On CPU the copy threads run where the rank computes, not on the one CPU of their maker."""
     return {"cpu_ids": sorted(pool_cpus()) or None} if device_type == "cpu" else {}
-
-
-def _windows(layout: Layout, kv_caches: Mapping[str, torch.Tensor]) -> dict[tuple[int, Component], PageView]:
-    return {
-        (layer.index, layer.component): PageView.of_tensor(kv_caches[name])
-        for name, layer in layout.layer_of.items()
-    }
-
-
-def _slot_ranges(
-    layout: Layout, windows: Mapping[tuple[int, Component], PageView]
-) -> dict[Any, PhysicalRange]:
-    """A slot is the memory of its layers' main and indexer windows, which lie side by side."""
-    ranges = {}
-    for slot in layout.plan.slots:
-        views: Sequence[PageView] = [view for (layer, _), view in windows.items() if layer in slot.layers]
-        start = min(view.address for view in views)
-        end = max(view.address + view.span_bytes for view in views)
-        ranges[slot.id] = PhysicalRange(start=start, size_bytes=end - start)
-    return ranges

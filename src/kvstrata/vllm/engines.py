@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstrata.vllm.engine_options import LayerwiseOptions, SparseOptions
+
+__all__ = ["Answer", "Decoding", "Engine", "LayerwiseOptions", "SparseOptions", "open_engine"]
+
 STATISTICS_RPC = "kvstrata_statistics"
 
 # Read by vLLM when it is imported. Defaults only: what the user has set stays.
@@ -26,34 +30,6 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerwiseOptions:
-    """What to ask `KVStrataConnector` for; the field names drop the seeds' prefix `layerwise_`."""
-
-    num_shared_buffers: int = 2
-    prefetch_layers: int = 1
-    backend: str = "none"  # no store across requests: every byte moved is moved for the prompt at hand
-    fault: str | None = None  # "skip_loads" breaks the data path on purpose, for negative controls
-
-    def engine_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that `vllm.LLM` needs for these options."""
-        extra = {
-            "use_layerwise": True,
-            "layerwise_num_shared_buffers": self.num_shared_buffers,
-            "layerwise_prefetch_layers": self.prefetch_layers,
-            "backend": self.backend,
-        }
-        transfer = {
-            "kv_connector": "KVStrataConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-        arguments: dict[str, Any] = {"kv_transfer_config": transfer}
-        if self.fault is not None:
-            arguments["additional_config"] = {"kvstrata": {"fault": self.fault}}
-        return arguments
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
     """Greedy output of one request."""
 
@@ -62,11 +38,47 @@ class Answer:
     seconds: float  # from submission to the last token
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Greedy outputs of several requests served at once, with the time of every token.
+
+    `token_s[r][i]` is when token i of request r was there, in seconds after all were submitted.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    token_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all requests."""
+        return sum(len(ids) for ids in self.token_ids)
+
+    @property
+    def seconds(self) -> float:
+        """From submission to the last token of all."""
+        return max(times[-1] for times in self.token_s)
+
+    @property
+    def s_per_token(self) -> float:
+        """Time per output token while all requests decode together, prompts excluded.
+
+        From the moment the last request has its first token until the first request has its last. Raises
+        ValueError if there is no such time: the requests queued, or made too few tokens.
+        """
+        starts = max(times[0] for times in self.token_s)
+        ends = min(times[-1] for times in self.token_s)
+        steps = sum(starts < moment <= ends for moment in self.token_s[0])
+        if steps < 1:
+            raise ValueError("the requests never decode together; ask for more tokens or fewer requests")
+        return (ends - starts) / steps
+
+
 class Engine:
     """One running engine. Made by `open_engine`; unusable after its `with` block."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._decodings = 0
 
     def close(self) -> None:
         """Stop the engine and let go of it, so that its memory can be freed while this object lives on."""
@@ -95,6 +107,35 @@ class Engine:
         completion = output.outputs[0]
         return Answer(token_ids=tuple(completion.token_ids), text=completion.text, seconds=seconds)
 
+    def decode(self, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> Decoding:
+        """Submit all prompts at once and decode exactly `new_tokens` tokens each, end token or not.
+
+        vLLM queues what it cannot hold. Raises what vLLM raises.
+        """
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        engine = self._llm.llm_engine
+        ids: dict[str, list[int]] = {}
+        times: dict[str, list[float]] = {}
+        started = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            self._decodings += 1
+            name = f"decode-{self._decodings}-{number}"
+            ids[name], times[name] = [], []
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                made = list(output.outputs[0].token_ids)  # all of them so far
+                times[output.request_id] += [now] * (len(made) - len(ids[output.request_id]))
+                ids[output.request_id] = made
+        return Decoding(
+            token_ids=tuple(tuple(made) for made in ids.values()),
+            token_s=tuple(tuple(moments) for moments in times.values()),
+        )
+
     def refusal(self, prompt: Sequence[int]) -> str | None:
         """Return vLLM's own words if it does not take this prompt, None if it does (and has then run it)."""
         from vllm.exceptions import VLLMValidationError
@@ -120,16 +161,21 @@ def open_engine(
     *,
     device_kv_budget_bytes: int,
     layerwise: LayerwiseOptions | None = None,
+    sparse: SparseOptions | None = None,
     max_model_len: int | None = None,
     max_batched_tokens: int = 512,
+    max_num_seqs: int = 4,
     extra_arguments: Mapping[str, Any] | None = None,
 ) -> Iterator[Engine]:
     """Start an engine in this process, close it at the end of the block and give its memory back.
 
-    `layerwise=None` is plain vLLM on kvstrata's CPU attention backends. `max_model_len=None` lets vLLM choose
-    the longest that fits the budget. Prefix caching is off, so that a prompt served twice is computed twice.
-    Raises what vLLM raises while it starts. One engine at a time in a process.
+    Without `layerwise` and `sparse` it is plain vLLM on kvstrata's CPU attention backends; give one of them
+    at most. `max_model_len=None` lets vLLM choose the longest that fits the budget. Prefix caching is off, so
+    that a prompt served twice is computed twice. Raises what vLLM raises while it starts. One engine at a
+    time in a process.
     """
+    if layerwise is not None and sparse is not None:
+        raise ValueError("give layerwise= or sparse=, not both")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
@@ -144,10 +190,11 @@ def open_engine(
         "max_num_batched_tokens": max_batched_tokens,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": False,
-        "max_num_seqs": 4,
+        "max_num_seqs": max_num_seqs,
         "disable_log_stats": True,
         "seed": 0,
         **(layerwise.engine_arguments() if layerwise is not None else {}),
+        **(sparse.engine_arguments() if sparse is not None else {}),
         **(extra_arguments or {}),
     }
     engine = None

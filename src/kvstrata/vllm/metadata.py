@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 )
 
 from kvstrata.kernels.batch import BatchPlan, plan_batch
+from kvstrata.move.forward_rows import ForwardRows
 from kvstrata.move.step import StepBlocks
 
 
@@ -41,6 +42,7 @@ class KVStrataMetadata(AttentionMetadata):
     prefill: None = None
     decode: bool = True
     blocks: StepBlocks | None = None  # worked out when a layer first needs it
+    forward: ForwardRows | None = None  # likewise, with sparse decode offload
 
 
 class KVStrataMetadataBuilder(AttentionMetadataBuilder[KVStrataMetadata]):

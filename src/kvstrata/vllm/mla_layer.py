@@ -1,6 +1,7 @@
 """kvstrata's MLA layer: vLLM's own, with the lightning indexer replaced by one that runs on CPU.
 
-The indexer cache holds rows of the model's dtype, or LI-C8 rows (int8 values and one float32 scale).
+The indexer cache holds rows of the model's dtype, or LI-C8 rows (int8 values and one float32 scale); the main
+cache rows of the model's dtype, or SFA-C8 rows (see `packed_cache`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvstrata.kernels.quantise import SCALE_BYTES
 
 from .backend import KVStrataIndexerBackend
 from .hooks import LayerHook, NoHook
+from .packed_cache import pack_main_cache
 from .settings import Settings
 
 _WRAPPER = "MultiHeadLatentAttentionWrapper"
@@ -51,6 +53,7 @@ class IndexerCache(nn.Module, AttentionLayerBase):
         self.cache_config = cache_config
         self.kernels = kernels_for(current_platform.device_type)
         self.hook: LayerHook = NoHook()
+        self.near: torch.Tensor | None = None
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -72,9 +75,13 @@ class IndexerCache(nn.Module, AttentionLayerBase):
         """The backend whose builder makes this cache's metadata."""
         return KVStrataIndexerBackend
 
-    def bind(self, layer_name: str, hook: LayerHook) -> None:
-        """Attach the data path of this layer; called by the worker once caches are bound."""
+    def bind(self, layer_name: str, hook: LayerHook, near: torch.Tensor | None = None) -> None:
+        """Attach the data path of this layer; called by the worker once caches are bound.
+
+        near [max tokens, W] receives the positions just below each selection's cut, if the path asks.
+        """
         self.hook = hook
+        self.near = near
 
     def forward(self) -> None:
         """vLLM never calls a cache."""
@@ -107,6 +114,7 @@ def kvstrata_indexer(
         topk_tokens,
         topk_indices,
         quantised=cache_layer.quantised,
+        near=cache_layer.near,
     )
 
 
@@ -152,13 +160,17 @@ def run_indexer(
 
 
 class KVStrataMLALayer(MultiHeadLatentAttentionWrapper):
-    """vLLM's outer MLA layer with kvstrata's indexer in place of the float8 one, where it has an indexer."""
+    """vLLM's outer MLA layer with kvstrata's indexer in place of the float8 one, where it has an indexer,
+
+    and with the main cache that the launch asks for.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         modules = kwargs.get("mla_modules") or next(a for a in args if hasattr(a, "indexer_rotary_emb"))
         if modules.indexer is not None:
             _replace_indexer(modules.indexer)
         super().__init__(*args, **kwargs)
+        pack_main_cache(self.mla_attn, get_current_vllm_config())
         if modules.indexer is not None and not self.skip_topk:
             self.mla_attn.register_forward_pre_hook(_OrderAfterIndexer(modules.indexer.topk_indices_buffer))
 

@@ -25,7 +25,7 @@ LAYOUT_VERSION = 1
 def store_namespace(vllm_config: VllmConfig) -> str:
     """Return a digest of all that decides a cached row's bytes, apart from tokens and rank."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
+    speculative, additional = vllm_config.speculative_config, Settings.of(vllm_config).additional
     facts = {
         "layout": LAYOUT_VERSION,
         "model": _model_facts(model),
@@ -33,7 +33,10 @@ def store_namespace(vllm_config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": cache.cache_dtype,
-        "indexer_cache_dtype": Settings.of(vllm_config).additional.indexer_cache_dtype,
+        "indexer_cache_dtype": additional.indexer_cache_dtype,
+        "main_cache_dtype": additional.main_cache_dtype,
+        # A rank's object holds the layers that it owns.
+        "owners": _owners(vllm_config),
         "block_tokens": cache.block_size,
         # Not what vLLM made of the variable: only the scheduler's process has done that.
         "hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")],
@@ -41,6 +44,27 @@ def store_namespace(vllm_config: VllmConfig) -> str:
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def model_identity(vllm_config: VllmConfig) -> str:
+    """Return what two engines must agree on before one reads the other's rows, as far as both can tell.
+
+    Architecture and digest of the configuration, dtypes and draft model; not where the weights lie, which may
+    differ from machine to machine.
+    """
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    facts = [
+        _portable(model.hf_config),
+        str(model.dtype),
+        str(model.quantization),
+        vllm_config.cache_config.cache_dtype,
+        speculative.method if speculative is not None else None,
+        _portable(draft.hf_config) if draft is not None else None,
+    ]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    architectures = getattr(model.hf_config, "architectures", None) or ["model"]
+    return f"{architectures[0]} {model.dtype} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def rank_identity(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> RankIdentity:
@@ -76,6 +100,13 @@ def all_rank_keys(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(rank.key() for rank in ranks if rank.dp_rank == parallel.data_parallel_rank)
 
 
+def _owners(vllm_config: VllmConfig) -> int:
+    """How many ranks the layers are spread over; 0 where each rank has them all."""
+    parallel = vllm_config.parallel_config
+    group = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return group if Settings.of(vllm_config).is_kvpp else 0
+
+
 def _model_facts(model: Any) -> list[Any]:
     """Name one model's weights and configuration; for a model of a hub, its commit."""
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -85,6 +116,11 @@ def _model_facts(model: Any) -> list[Any]:
 def _draft_facts(speculative: Any) -> list[Any]:
     draft = speculative.draft_model_config
     return [speculative.method, str(speculative.model), _model_facts(draft) if draft is not None else None]
+
+
+def _portable(hf_config: Any) -> dict[str, Any]:
+    names = ("_name_or_path", "_commit_hash", "transformers_version")
+    return {key: value for key, value in _hf_config(hf_config).items() if key not in names}
 
 
 def _hf_config(hf_config: Any) -> dict[str, Any]:

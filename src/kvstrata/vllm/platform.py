@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
-from .settings import Settings, uses_kvstrata_connector
+from .halves import merge_halves
+from .kvpp_checks import check_kvpp
+from .packed_cache import check_main_cache, refuse_without_mla
+from .remote_roles import check_remote
+from .settings import Settings, add_connector, index_topk, uses_kvstrata_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +52,12 @@ class KVStrataCpuPlatform(CpuPlatform):
         """Apply vLLM's CPU rules, then restore for MLA models what only its own MLA kernel could not do."""
         if not serves_mla(vllm_config):
             super().check_and_update_config(vllm_config)
-            if uses_kvstrata_connector(vllm_config):
-                Settings.of(vllm_config).refuse_model(vllm_config, "it has no MLA layers")
+            settings = Settings.of(vllm_config)
+            if uses_kvstrata_connector(vllm_config) or settings.is_sparse or settings.is_kvpp:
+                settings.refuse_model(vllm_config, "it has no MLA layers")
+            refuse_without_mla(vllm_config, settings)
             return
+        merge_halves(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         block_tokens = cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_TOKENS
         kept = (
@@ -77,7 +84,14 @@ class KVStrataCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if _NATIVE_ROTARY not in custom_ops and "none" not in custom_ops:
             custom_ops.append(_NATIVE_ROTARY)
-        Settings.of(vllm_config).check_combination(vllm_config)
+        if Settings.of(vllm_config).is_sparse:
+            index_topk(vllm_config)  # refuses dense attention by name
+        add_connector(vllm_config, Settings.of(vllm_config))
+        settings = Settings.of(vllm_config)
+        settings.check_combination(vllm_config)
+        check_main_cache(vllm_config, settings)
+        check_remote(vllm_config, settings)
+        check_kvpp(vllm_config, settings)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker"):
             parallel.worker_cls = _WORKER

@@ -56,13 +56,11 @@ def _register_connectors() -> None:
     """Register the connector names; their module is imported only when a launch names one of them."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from .settings import REMOTE_CONNECTORS, STORE_CONNECTORS
+    from .settings import CONNECTOR_NAMES
 
-    classes = dict.fromkeys(STORE_CONNECTORS, "KVStrataConnector")
-    classes |= dict.fromkeys(REMOTE_CONNECTORS, "RemoteConnector")
-    for name, class_name in classes.items():
+    for name in CONNECTOR_NAMES:
         if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, "kvstrata.vllm.connector", class_name)
+            KVConnectorFactory.register_connector(name, "kvstrata.vllm.connector", "KVStrataConnector")
 
 
 def vllm_version() -> str:

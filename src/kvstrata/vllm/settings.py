@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 
-from kvstrata.config import AdditionalConfig, ConnectorConfig, parse_additional_config, parse_connector_config
+from kvstrata.config import (
+    AdditionalConfig,
+    ConnectorConfig,
+    StoreConfig,
+    parse_additional_config,
+    parse_connector_config,
+)
 from kvstrata.errors import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,9 +47,19 @@ class Settings:
                 "list exactly one of them"
             )
         return cls(
-            connector=parse_connector_config(entries[0][1]) if entries else None,
+            connector=_parse(*entries[0]) if entries else None,
             additional=parse_additional_config(additional),
         )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether sparse decode offload is on."""
+        return self.additional.sparse_offload.enabled
+
+    @property
+    def is_kvpp(self) -> bool:
+        """Whether each layer's KV persists on one rank of the tensor-parallel group."""
+        return self.additional.kvpp.enable_kvpp
 
     def refuse_model(self, vllm_config: VllmConfig, why: str) -> None:
         """Refuse a model that the connector cannot serve, naming the model and the way out."""
@@ -60,6 +76,20 @@ class Settings:
             return
         for knob, value, why in _refused(vllm_config):
             raise UnsupportedError(f"kvstrata's connector cannot be combined with {knob}={value}: {why}")
+        _check_match_unit(vllm_config, self.connector.store)
+        if self.additional.sparse_offload.keep_device_kv_cache and self.connector.store.backend != "none":
+            raise UnsupportedError(
+                "sparse_kv_offload_config.keep_device_kv_cache=true beside a store: rows that the store "
+                'brings are not in the device cache; set backend to "none", or keep_device_kv_cache to false'
+            )
+        others = _other_connectors(vllm_config)
+        if others and (self.is_sparse or self.is_kvpp):
+            raise _refused_beside(self, others[0])
+        if self.is_sparse and self.connector.layerwise.use_layerwise:
+            logger.info(
+                "use_layerwise and its knobs change nothing beside sparse decode offload, which keeps main "
+                "KV of every layer in host memory and passes prompts through a window of its own"
+            )
         _settle_load_failure_policy(vllm_config)
         if self.connector.store.backend != "none" and vllm_config.scheduler_config.async_scheduling:
             # vLLM 0.32 recomputes with the placeholders of steps in flight and ends in an index error.
@@ -69,6 +99,67 @@ class Settings:
                 'set backend to "none" to keep it',
                 "0.32",
             )
+
+
+def _parse(name: str, extra_config: dict[str, Any]) -> ConnectorConfig:
+    """The remote half alone has no store, and nothing to do without a port."""
+    if name not in REMOTE_CONNECTORS:
+        return parse_connector_config(extra_config)
+    config = parse_connector_config({"backend": "none"} | extra_config)
+    if not config.transfer.is_on:
+        raise ConfigurationError(
+            f"kv_port=None with kv_connector={name!r}: it is all about remote read; set kv_port to decode's "
+            "first control port"
+        )
+    return config
+
+
+def add_connector(vllm_config: VllmConfig, settings: Settings) -> None:
+    """Name kvstrata's connector where a feature is asked for without one; called by the platform.
+
+    The connector brings steps, statistics and the way to the workers. Raises UnsupportedError where the
+    launch names other connectors only.
+    """
+    from vllm.config import KVTransferConfig
+
+    if not (settings.is_sparse or settings.is_kvpp) or kvstrata_connectors(vllm_config):
+        return
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector is not None:
+        raise _refused_beside(settings, transfer.kv_connector)
+    vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector=STORE_CONNECTORS[0],
+        kv_role="kv_both",
+        kv_connector_extra_config={"backend": "none"},
+    )
+    logger.info("%s: kv_connector set to %r, without a store", _feature(settings), STORE_CONNECTORS[0])
+
+
+def _refused_beside(settings: Settings, connector: str) -> UnsupportedError:
+    """The caches that vLLM binds to the layers do not hold what they seem to: who saves them is misled."""
+    return UnsupportedError(
+        f"{_feature(settings)} with kv_connector={connector!r}: {_WHERE_KV_IS[settings.is_sparse]}, "
+        "where that connector does not look for it; remove it, also from MultiConnector's list, or name "
+        "KVStrataConnector instead, which has a store of its own"
+    )
+
+
+_WHERE_KV_IS = {True: "main KV is in host memory", False: "a layer's KV is on the rank that owns it"}
+
+
+def _feature(settings: Settings) -> str:
+    return "sparse_kv_offload_config.enabled=true" if settings.is_sparse else "enable_kvpp=true"
+
+
+def _check_match_unit(vllm_config: VllmConfig, store: StoreConfig) -> None:
+    """A store's key names a whole block; with finer hashes the n-th one is not the n-th block's."""
+    cache = vllm_config.cache_config
+    unit = cache.prefix_match_unit
+    if store.backend != "none" and unit is not None and unit != cache.block_size:
+        raise UnsupportedError(
+            f"prefix_match_unit={unit} with block_size={cache.block_size}: the store keeps whole blocks; "
+            'remove it, set it to the block size, or set backend to "none"'
+        )
 
 
 def _settle_load_failure_policy(vllm_config: VllmConfig) -> None:
@@ -110,7 +201,7 @@ def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
             cache.cache_dtype not in ("auto", "float16", "bfloat16"),
             "kv_cache_dtype",
             cache.cache_dtype,
-            "quantised main rows are not in this version; set it to auto",
+            "set it to auto; for 8-bit main rows set kvstrata.main_cache_dtype to int8",
         ),
         (
             bool(cache.kv_sharing_fast_prefill),
@@ -146,6 +237,29 @@ def kvstrata_connectors(vllm_config: VllmConfig) -> list[tuple[str, dict[str, An
     ]
 
 
+def _other_connectors(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the connectors beside kvstrata's, under MultiConnector."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_connector != "MultiConnector":
+        return []
+    children = transfer.kv_connector_extra_config.get("connectors", [])
+    names = [str(child.get("kv_connector")) for child in children if isinstance(child, dict)]
+    return [name for name in names if name not in CONNECTOR_NAMES]
+
+
 def uses_kvstrata_connector(vllm_config: VllmConfig) -> bool:
     """Tell whether the launch names one of kvstrata's connectors."""
     return bool(kvstrata_connectors(vllm_config))
+
+
+def index_topk(vllm_config: VllmConfig) -> int:
+    """Return how many rows the indexer selects for a token; UnsupportedError for a model without one."""
+    topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", None)
+    if topk is None:
+        raise UnsupportedError(
+            f"sparse_kv_offload_config.enabled=true: model {vllm_config.model_config.model!r} has no sparse "
+            "attention (no index_topk), so every row is needed in every step; set it to false, and use "
+            "use_layerwise for long prompts"
+        )
+    return int(topk)
