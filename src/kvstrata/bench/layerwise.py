@@ -15,7 +15,7 @@ from rich.table import Table
 from kvstrata.bench.copies import CopyRuns, measure_copies
 from kvstrata.bench.engine_process import EngineProcess
 from kvstrata.bench.machine import describe_machine
-from kvstrata.demo.command import find_model
+from kvstrata.demo.model import find_model
 from kvstrata.demo.prompt import build_prompt, encoder, handbook
 from kvstrata.errors import KVStrataError
 from kvstrata.terminal import Terminal, engine_noise_to
