@@ -14,7 +14,11 @@ from rich.table import Table
 
 from kvstrata import __version__
 from kvstrata.errors import KVStrataError
+from kvstrata.proxy.command import proxy_command
+from kvstrata.serve_pd.command import serve_pd_command
+from kvstrata.sim_cli import sim_command
 from kvstrata.store.cli import app as store_app
+from kvstrata.trace_cli import app as trace_app
 
 if TYPE_CHECKING:
     from kvstrata.doctor import Diagnosis
@@ -24,10 +28,12 @@ app = typer.Typer(
     help=(
         "More KV cache than device memory for MLA and sparse-attention models on vLLM.\n\n"
         "Example: kvstrata demo --json build/demo.json\n\n"
-        "A server is started with vLLM's own command and --kv-transfer-config; see README.md."
+        "A server is started with vLLM's own command and --kv-transfer-config or --additional-config, a "
+        "prefill and a decode engine on one machine with kvstrata serve-pd; see README.md."
     ),
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph; otherwise they break where the source does
     pretty_exceptions_enable=False,
 )
 bench_app = typer.Typer(
@@ -37,6 +43,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
+app.add_typer(trace_app, name="trace")
 
 JsonFile = Annotated[
     Path | None,
@@ -44,6 +51,9 @@ JsonFile = Annotated[
         "--json", metavar="FILE", dir_okay=False, writable=True, help="Also write the result to FILE as JSON."
     ),
 ]
+EngineLog = Annotated[Path, typer.Option(metavar="FILE", help="Where the engines' own output goes.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Timed runs of each side; they alternate.")]
+PromptTokens = Annotated[int, typer.Option(min=64, metavar="N", help="Length of the prompt.")]
 
 
 def _version(asked: bool) -> None:
@@ -76,16 +86,18 @@ def demo_command(
     pass_key: Annotated[
         str, typer.Option(metavar="DIGITS", help="The pass key to hide in the text.")
     ] = "48213",
-    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the engines' own output goes.")] = Path(
-        "build/demo.log"
-    ),
+    log: EngineLog = Path("build/demo.log"),
 ) -> None:
     """Serve a prompt that plain vLLM cannot hold in a small device budget, and check the answer.
 
-    Four engines one after the other: plain vLLM in the budget, plain vLLM with enough memory, kvstrata in the
-    budget, and kvstrata with its loads switched off (which must go wrong). About a minute on two cores.
+    Six engines one after the other: plain vLLM in the budget, plain vLLM with enough memory, then kvstrata in
+    the budget, with layerwise prefill offload and with sparse decode offload, each of them a second time with
+    its data path broken (which must go wrong). Then a prefill engine, a decode engine and a proxy together
+    serve several prompts, and one with the KV of another (which must go wrong). Last, two ranks with a budget
+    each: plain vLLM, KVPP, and KVPP with nothing passed from rank to rank (which must go wrong); left out
+    where there is one CPU. About four minutes on two idle cores.
 
-    Exit code 1 if the answer is not exact or the comparison proves nothing.
+    Exit code 1 if an answer is not exact or a comparison proves nothing.
 
     Example: kvstrata demo --json build/demo.json
     """
@@ -123,16 +135,17 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+app.command("serve-pd")(serve_pd_command)
+app.command("proxy")(proxy_command)
+app.command("sim")(sim_command)
+
+
 @bench_app.command("layerwise")
 def bench_layerwise_command(
     json_file: JsonFile = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Timed runs of each side; they alternate.")
-    ] = 7,
-    prompt_tokens: Annotated[int, typer.Option(min=64, metavar="N", help="Length of the prompt.")] = 2000,
-    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the engines' own output goes.")] = Path(
-        "build/bench-layerwise.log"
-    ),
+    repeats: Repeats = 7,
+    prompt_tokens: PromptTokens = 2000,
+    log: EngineLog = Path("build/bench-layerwise.log"),
 ) -> None:
     """Layerwise prefill: its time against plain vLLM's, its copies against memcpy, its capacity.
 
@@ -146,6 +159,91 @@ def bench_layerwise_command(
         bench_layerwise(
             LayerwiseBenchOptions(repeats=repeats, prompt_tokens=prompt_tokens), json_file=json_file, log=log
         )
+
+
+@bench_app.command("decode")
+def bench_decode_command(
+    json_file: JsonFile = None,
+    repeats: Repeats = 5,
+    log: EngineLog = Path("build/bench-decode.log"),
+) -> None:
+    """Sparse decode offload: its time per token, and its tokens/s where plain vLLM must queue.
+
+    Every figure is a median; the raw runs are in the JSON. The two engines run side by side and take turns.
+    Exit code 1 if they answer differently.
+
+    Example: kvstrata bench decode --json build/bench-decode.json
+    """
+    from kvstrata.bench.decode import DecodeBenchOptions, bench_decode
+
+    with _errors_explained(log):
+        bench_decode(DecodeBenchOptions(repeats=repeats), json_file=json_file, log=log)
+
+
+@bench_app.command("pd")
+def bench_pd_command(
+    json_file: JsonFile = None,
+    repeats: Repeats = 7,
+    prompt_tokens: PromptTokens = 2000,
+    log: Annotated[Path, typer.Option(metavar="FILE", help="Where the benchmark's own output goes.")] = Path(
+        "build/bench-pd.log"
+    ),
+) -> None:
+    """Prefill and decode: reads over shm and tcp against memcpy, time to first token against prefill alone.
+
+    Every figure is a median; the raw runs are in the JSON. A prefill engine, a decode engine and the proxy
+    run as `kvstrata serve-pd` starts them; their logs go to a directory named as the log without its ending.
+
+    Example: kvstrata bench pd --json build/bench-pd.json
+    """
+    from kvstrata.bench.pd import PdBenchOptions, bench_pd
+
+    with _errors_explained(log):
+        bench_pd(PdBenchOptions(repeats=repeats, prompt_tokens=prompt_tokens), json_file=json_file, log=log)
+
+
+@bench_app.command("kvpp")
+def bench_kvpp_command(
+    json_file: JsonFile = None,
+    repeats: Repeats = 7,
+    prompt_tokens: PromptTokens = 2000,
+    log: EngineLog = Path("build/bench-kvpp.log"),
+) -> None:
+    """KVPP on two ranks: prefill and decode against plain vLLM, shm against collective, growth with blocks.
+
+    Every figure is a median; the raw runs are in the JSON. Engines of two ranks take turns, two side by side,
+    five in all: about seven minutes and 5 GiB of memory. Exit code 1 if two of them answer differently.
+
+    Example: kvstrata bench kvpp --json build/bench-kvpp.json
+    """
+    from kvstrata.bench.kvpp import KvppBenchOptions, bench_kvpp
+
+    with _errors_explained(log):
+        bench_kvpp(
+            KvppBenchOptions(repeats=repeats, prompt_tokens=prompt_tokens), json_file=json_file, log=log
+        )
+
+
+@bench_app.command("residency")
+def bench_residency_command(
+    json_file: JsonFile = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Timed runs of each kind; they alternate.")
+    ] = 9,
+) -> None:
+    """Hot rows: time of a lookup, the row gather against memcpy, misses of the policies on two traces.
+
+    Every time is a median; the raw runs are in the JSON. One thread, no engine; about 2 GiB of memory.
+
+    Example: kvstrata bench residency --json build/bench-residency.json
+    """
+    from kvstrata.bench.residency import ResidencyBenchOptions, bench_residency
+
+    try:
+        bench_residency(ResidencyBenchOptions(repeats=repeats), json_file=json_file, console=Console())
+    except KVStrataError as error:
+        typer.echo(f"kvstrata: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from kvstrata.cli import app
 _HEAD = """\
 # The `kvstrata` command
 
-<!-- Rendered by `python -m kvstrata.cli_docs`; change src/kvstrata/cli.py instead of this file. -->
+<!-- Rendered by `python -m kvstrata.cli_docs`; change the help in src/kvstrata/ instead of this file. -->
 
-Serving does not need it: a server is vLLM's own, started with `--kv-transfer-config` (see the
-[README](../README.md)). Every command answers `--help`.
+A server does not need it: it is vLLM's own, started with `--kv-transfer-config` or `--additional-config`
+(see the [README](../README.md)). `serve-pd` and `proxy` are for prefill and decode on engines of their own.
+Every command answers `--help`.
 """
 
 
@@ -47,6 +48,10 @@ def _section(path: str, command: Any) -> str:
 
 
 def _row(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        needed = "required" if parameter.required else ""
+        more = "" if parameter.nargs == 1 else "..."
+        return f"| `{parameter.metavar}{more}` | {needed} | {parameter.help} |"
     names = ", ".join(parameter.opts)
     metavar = "" if parameter.is_flag else f" {parameter.metavar or parameter.display_name_raw.upper()}"
     shown = parameter.default

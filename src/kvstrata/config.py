@@ -12,7 +12,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvstrata.config_values import Flag, Optional, Path, Positions, Positive, ValueKind, Whole, Word
+from kvstrata.config_kvpp import KvppConfig
+from kvstrata.config_transfer import TransferConfig
+from kvstrata.config_values import (
+    Flag,
+    Knobs,
+    Optional,
+    Path,
+    Positions,
+    Positive,
+    Whole,
+    Word,
+    knob,
+    knob_path,
+)
 from kvstrata.core.buffers import default_prefetch_layers
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, UnsupportedError
 
@@ -24,36 +37,6 @@ _OWN = "kvstrata"
 
 GIGABYTES = Positive(1e-9, 1 << 20)
 SECONDS = Positive(0.1, 86400.0)
-
-
-def knob(kind: ValueKind, default: object, doc: str, *, section: str = "") -> Any:
-    """Define one knob: what it may hold, its default, its line of documentation, the object it stands in."""
-    return field(default=default, metadata={"kind": kind, "doc": doc, "section": section})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """A group of knobs that checks itself however it is made."""
-
-    def __post_init__(self) -> None:
-        for item in self.knobs():
-            kept = item.metadata["kind"].check(knob_path(item), getattr(self, item.name))
-            object.__setattr__(self, item.name, kept)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Check knobs against each other, each of them being legal by itself."""
-
-    @classmethod
-    def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
-        """The group's own knobs in the order of definition, without those of groups inside it."""
-        return tuple(item for item in dataclasses.fields(cls) if "kind" in item.metadata)
-
-
-def knob_path(item: dataclasses.Field[Any]) -> str:
-    """Name of a knob as the user writes it, with the object it stands in."""
-    section = item.metadata["section"]
-    return f"{section}.{item.name}" if section else item.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,23 +128,6 @@ class StoreConfig(Knobs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferConfig(Knobs):
-    """Transfers between engines; checked, and not used in this version."""
-
-    transfer_backend: Literal["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"] = knob(
-        Word(("auto", "shm", "tcp", "nixl", "mooncake", "memfabric")), "auto", "How engines move bytes."
-    )
-    memfabric_transfer_protocol: Literal["sdma", "device_rdma", "device_urma"] = knob(
-        Word(("sdma", "device_rdma", "device_urma")), "sdma", "Protocol of MemFabric, equal on both sides."
-    )
-    kv_port: int | None = knob(
-        Optional(Whole(1, 65535)),
-        None,
-        "First control port; a rank adds dp_rank * tp_size + tp_rank.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ConnectorConfig(Knobs):
     """All of `kv_connector_extra_config`."""
 
@@ -173,29 +139,42 @@ class ConnectorConfig(Knobs):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOffloadConfig(Knobs):
-    """Sparse decode offload; checked, and refused in this version when enabled."""
+    """Sparse decode offload: main KV in host memory, the rows that attention picks on the device."""
 
     enabled: bool = knob(
-        Flag(), False, "Keep main KV in host memory during decode; refused in this version.", section=_SPARSE
+        Flag(),
+        False,
+        "Keep main KV in host memory, the indexer cache and hot rows on the device.",
+        section=_SPARSE,
     )
     topk_buffer_size: int | None = knob(
         Optional(Whole(1)),
         None,
-        "Hot rows per request and layer, at least the model's top-k.",
+        "Hot rows per sequence and layer: a multiple of the block size, at least the model's top-k; "
+        "null: 2 x top-k.",
         section=_SPARSE,
     )
     dram_size_per_dp_GB: float | None = knob(
-        Optional(GIGABYTES), None, "Host memory for main KV of one data-parallel rank.", section=_SPARSE
+        Optional(GIGABYTES),
+        None,
+        "Host memory for main KV of one data-parallel rank; null: what the blocks need.",
+        section=_SPARSE,
     )
     keep_device_kv_cache: bool = knob(
-        Flag(), False, "Keep the full device cache too, to compare.", section=_SPARSE
+        Flag(),
+        False,
+        "Debugging aid: keep the full device cache too, and compare every row served with it.",
+        section=_SPARSE,
     )
 
+    @property
+    def dram_bytes_per_dp(self) -> int | None:
+        """Limit of the host home of one data-parallel rank in bytes, None for none."""
+        return None if self.dram_size_per_dp_GB is None else int(self.dram_size_per_dp_GB * GB)
+
     def _check_together(self) -> None:
-        if self.enabled:
-            raise UnsupportedError(
-                f"{_SPARSE}.enabled=true: sparse decode offload is not in this version; set it to false"
-            )
+        if not self.enabled:
+            _refuse_without_sparse(self, [item for item in self.knobs() if item.name != "enabled"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,23 +182,74 @@ class AdditionalConfig(Knobs):
     """kvstrata's part of vLLM's `additional_config`."""
 
     sparse_offload: SparseOffloadConfig = field(default_factory=SparseOffloadConfig)
-    enable_kvpp: bool = knob(Flag(), False, "Distribute layers over ranks; refused in this version.")
+    kvpp: KvppConfig = field(default_factory=KvppConfig)
     indexer_cache_dtype: Literal["auto", "int8"] = knob(
         Word(("auto", "int8")),
         "auto",
         'Indexer cache: "auto", the model\'s dtype; "int8", with a scale per row.',
         section=_OWN,
     )
-    fault: Literal["none", "skip_loads"] = knob(
-        Word(("none", "skip_loads")),
+    main_cache_dtype: Literal["auto", "int8"] = knob(
+        Word(("auto", "int8")),
+        "auto",
+        'Main MLA cache: "auto", the model\'s dtype; "int8", the latent part with a scale per 128 values, '
+        "the rope part as it is.",
+        section=_OWN,
+    )
+    hot_row_policy: Literal["auto", "lru", "frequency"] = knob(
+        Word(("auto", "lru", "frequency")),
+        "auto",
+        'Which hot row makes room: "lru", the one unused longest; "frequency", the one selected or nearly '
+        'selected least of late; "auto", the one with fewer misses in our measurements.',
+        section=_OWN,
+    )
+    prompt_window_tokens: int | None = knob(
+        Optional(Whole(1)),
+        None,
+        "Tokens of one layer that a prompt chunk's context passes through at a time; "
+        "null: 3 % of the device budget.",
+        section=_OWN,
+    )
+    topk_trace_path: str | None = knob(
+        Optional(Path("the path of a file")),
+        None,
+        "Test and tuning aid: record the selected rows in this file; see kvstrata trace. null: no record.",
+        section=_OWN,
+    )
+    fault: Literal["none", "skip_loads", "stale_rows"] = knob(
+        Word(("none", "skip_loads", "stale_rows")),
         "none",
-        'Test aid: "skip_loads" drops every load from host memory, so that answers must go wrong.',
+        'Test aid: "skip_loads" drops every load from host memory, "stale_rows" serves what a hot slot held '
+        "before instead of copying the missed row, so that answers must go wrong.",
         section=_OWN,
     )
 
     def _check_together(self) -> None:
-        if self.enable_kvpp:
-            raise UnsupportedError("enable_kvpp=true: KVPP is not in this version; set it to false")
+        if self.sparse_offload.enabled and self.kvpp.enable_kvpp:
+            raise UnsupportedError(
+                f"enable_kvpp=true with {_SPARSE}.enabled=true: main KV of all ranks lies in one host pool "
+                "then, so there is nothing to spread over them; set one of the two to false"
+            )
+        if self.sparse_offload.enabled:
+            return
+        only_sparse = ("hot_row_policy", "prompt_window_tokens", "topk_trace_path")
+        _refuse_without_sparse(self, [item for item in self.knobs() if item.name in only_sparse])
+        if self.fault == "stale_rows":
+            raise ConfigurationError(
+                f"{_OWN}.fault={self.fault!r} has no effect with {_SPARSE}.enabled=false; "
+                f'set {_SPARSE}.enabled to true, or {_OWN}.fault to "none"'
+            )
+
+
+def _refuse_without_sparse(group: Knobs, items: Collection[dataclasses.Field[Any]]) -> None:
+    """Refuse a knob that only sparse offload reads: its user believes that something is on which is not."""
+    for item in items:
+        value, path = getattr(group, item.name), knob_path(item)
+        if value != item.default:
+            raise ConfigurationError(
+                f"{path}={value!r} has no effect with {_SPARSE}.enabled=false; "
+                f"set {_SPARSE}.enabled to true, or remove {path}"
+            )
 
 
 def parse_connector_config(extra_config: Mapping[str, object]) -> ConnectorConfig:
@@ -250,12 +280,13 @@ def parse_additional_config(additional: Mapping[str, object] | None) -> Addition
     sections = {"": _require_mapping("additional_config", additional)}
     for section in (_SPARSE, _OWN):
         sections[section] = _require_mapping(section, additional.get(section, {}))
-        groups = (SparseOffloadConfig, AdditionalConfig)
+        groups = (SparseOffloadConfig, KvppConfig, AdditionalConfig)
         items = [item for group in groups for item in group.knobs()]
         known = [item.name for item in items if item.metadata["section"] == section]
         _refuse_unknown(section, sections[section], known)
     return AdditionalConfig(
         sparse_offload=SparseOffloadConfig(**_pick(SparseOffloadConfig, sections)),
+        kvpp=KvppConfig(**_pick(KvppConfig, sections)),
         **_pick(AdditionalConfig, sections),
     )
 

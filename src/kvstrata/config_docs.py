@@ -7,13 +7,13 @@ from typing import Any
 from kvstrata.config import (
     AdditionalConfig,
     ConnectorConfig,
-    Knobs,
     LayerwiseConfig,
     SparseOffloadConfig,
     StoreConfig,
-    TransferConfig,
-    knob_path,
 )
+from kvstrata.config_kvpp import KvppConfig
+from kvstrata.config_transfer import TransferConfig
+from kvstrata.config_values import Knobs, knob_path
 
 _HEAD = """\
 # Configuration
@@ -40,6 +40,14 @@ _ADDITIONAL = """\
 --additional-config '{"kvstrata": {"indexer_cache_dtype": "int8"}}'
 ```
 
+```bash
+--additional-config '{"sparse_kv_offload_config": {"enabled": true, "topk_buffer_size": 4096}}'
+```
+
+```bash
+--additional-config '{"enable_kvpp": true, "kvstrata": {"kvpp_broadcast": "all"}}'
+```
+
 A knob written `section.name` stands in an object of its own. Inside these objects unknown keys are refused;
 other top-level keys belong to other software and are left alone.
 """
@@ -49,7 +57,12 @@ def render() -> str:
     """Return the whole page."""
     connector = (LayerwiseConfig, StoreConfig, TransferConfig)
     parts = [_HEAD, *(_group(group) for group in connector), _group(ConnectorConfig, "General")]
-    parts += [_ADDITIONAL, _group(AdditionalConfig, "General"), _group(SparseOffloadConfig)]
+    parts += [
+        _ADDITIONAL,
+        _group(AdditionalConfig, "General"),
+        _group(SparseOffloadConfig),
+        _group(KvppConfig),
+    ]
     return "\n".join(parts)
 
 

@@ -1,12 +1,13 @@
-"""What a knob may hold: strict checks, and the words for them in errors and documentation.
+"""What a knob is and what it may hold: strict checks, and the words for them in errors and documentation.
 
 A check returns the value to keep. It converts nothing that could hide a mistake: a bool is never a number,
 `"false"` is never a bool, 2.0 is never an integer.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError
 
@@ -137,6 +138,22 @@ class Path:
 
 
 @dataclass(frozen=True)
+class Line:
+    """One line of printable text, of at least `least` characters."""
+
+    text: str
+    least: int = 1
+
+    def check(self, knob: str, value: object) -> str:
+        """See ValueKind."""
+        if not isinstance(value, str):
+            raise wrong_type(knob, value, self)
+        if len(value) < self.least or not value.isprintable():
+            raise wrong_value(knob, value, self)
+        return value
+
+
+@dataclass(frozen=True)
 class Positions:
     """A list of integers, kept as a tuple, or "all". Their range is known only to the planner."""
 
@@ -168,3 +185,33 @@ class Optional:
     def check(self, knob: str, value: object) -> object:
         """See ValueKind."""
         return None if value is None else self.kind.check(knob, value)
+
+
+def knob(kind: ValueKind, default: object, doc: str, *, section: str = "") -> Any:
+    """Define one knob: what it may hold, its default, its line of documentation, the object it stands in."""
+    return field(default=default, metadata={"kind": kind, "doc": doc, "section": section})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """A group of knobs that checks itself however it is made."""
+
+    def __post_init__(self) -> None:
+        for item in self.knobs():
+            kept = item.metadata["kind"].check(knob_path(item), getattr(self, item.name))
+            object.__setattr__(self, item.name, kept)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check knobs against each other, each of them being legal by itself."""
+
+    @classmethod
+    def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """The group's own knobs in the order of definition, without those of groups inside it."""
+        return tuple(item for item in dataclasses.fields(cls) if "kind" in item.metadata)
+
+
+def knob_path(item: dataclasses.Field[Any]) -> str:
+    """Name of a knob as the user writes it, with the object it stands in."""
+    section = item.metadata["section"]
+    return f"{section}.{item.name}" if section else item.name

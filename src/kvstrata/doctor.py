@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ OLDEST_PYTHON = (3, 11)
 COMFORTABLE_SHARED_MEMORY_BYTES = 2 * GIB
 COMFORTABLE_MEMORY_BYTES = 4 * GIB
 SHARED_MEMORY = Path("/dev/shm")
+TRANSPORTS = ("shm", "tcp")
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 Status = Literal["ok", "note", "problem"]
@@ -45,6 +47,7 @@ class Facts:
     cores: int
     omp_threads_bind: str | None
     lmdb_error: str | None
+    unusable_transports: Mapping[str, str]  # those of TRANSPORTS, and why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +262,20 @@ def _features(facts: Facts) -> tuple[Feature, ...]:
     later = "not in this version"
     return (
         Feature(name="layerwise prefill offload", available=engine, why=needs_engine),
+        Feature(name="sparse decode offload", available=engine, why=needs_engine),
         Feature(name="int8 indexer cache (LI-C8)", available=engine, why=needs_engine),
         Feature(name="store: local", available=store and engine, why=needs_store or needs_engine),
         Feature(name="store: mooncake, memcache", available=False, why=later),
-        Feature(name="sparse decode offload", available=False, why=later),
         Feature(name="KVPP", available=False, why=later),
-        Feature(name="prefill/decode disaggregation", available=False, why=later),
+        *(_reading_over(transport, facts, needs_engine) for transport in TRANSPORTS),
+        Feature(name="prefill and decode over NIXL, Mooncake, MemFabric", available=False, why=later),
         Feature(name="CUDA and NPU devices", available=False, why=f"{later}, untested"),
     )
+
+
+def _reading_over(transport: str, facts: Facts, needs_engine: str) -> Feature:
+    why = needs_engine or facts.unusable_transports.get(transport, "")
+    return Feature(name=f"prefill and decode over {transport}", available=not why, why=why)
 
 
 def gather() -> Facts:
@@ -291,6 +300,7 @@ def gather() -> Facts:
         cores=cores(),
         omp_threads_bind=os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
         lmdb_error=_try_lmdb(),
+        unusable_transports=_try_transports(),
     )
 
 
@@ -298,6 +308,16 @@ def _free_bytes(directory: Path) -> int | None:
     if not os.access(directory, os.W_OK):
         return None
     return shutil.disk_usage(directory).free
+
+
+def _try_transports() -> dict[str, str]:
+    try:
+        from kvstrata.remote.transports.registry import transport_for
+
+        tried = {name: transport_for(name).usable() for name in TRANSPORTS}
+    except ImportError as error:
+        return dict.fromkeys(TRANSPORTS, f"{type(error).__name__}: {error}")
+    return {name: why for name, why in tried.items() if why is not None}
 
 
 def _try_lmdb() -> str | None:
