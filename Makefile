@@ -6,7 +6,7 @@ READY := .venv/.kvstrata-ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit e2e bench docs clean
+.PHONY: help setup demo test lint unit e2e faults bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,14 +37,23 @@ unit: $(READY) ## Tests that start no engine
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance
 
 e2e: $(READY) ## Tests that start real vLLM engines
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -m "whole_machine and not faults"
 
-bench: $(READY) ## Layerwise prefill against plain vLLM and memcpy; leaves build/bench-layerwise.json
+faults: $(READY) ## Engines behind the proxy killed, stopped and restarted in mid-transfer; wants an idle machine
+	$(BIN)/python -m pytest tests/e2e -m faults
+
+bench: $(READY) ## All benchmarks against plain vLLM and memcpy; leaves build/bench-*.json
+	$(BIN)/kvstrata bench residency --json build/bench-residency.json
 	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
+	$(BIN)/kvstrata bench decode --json build/bench-decode.json
+	$(BIN)/kvstrata bench pd --json build/bench-pd.json
+	$(BIN)/kvstrata bench kvpp --json build/bench-kvpp.json
 
-docs: $(READY) ## Write the generated pages anew: docs/cli.md, docs/configuration.md
+docs: $(READY) ## Write the generated pages anew: cli.md, configuration.md, support_matrix.md
 	$(BIN)/python -m kvstrata.cli_docs > docs/cli.md
 	$(BIN)/python -m kvstrata.config_docs > docs/configuration.md
+	$(BIN)/python tests/support_matrix.py > docs/support_matrix.md
 
 clean: ## Remove build results and caches; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

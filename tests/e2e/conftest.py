@@ -16,6 +16,13 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # For DSA models vLLM turns torch.compile off, for the whole process, in favour of breakable CUDA graphs.
 os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one of several, as gw1: each has one core, or they wait for each other
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
+    os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

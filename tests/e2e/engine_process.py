@@ -110,8 +110,7 @@ def main(job_file: str, answer_file: str) -> None:
         with losing_objects_of(rank):
             outcomes.append(engine.ask(prompts, job["new_tokens"], logprobs=False))
     vllm_config = engine.llm.llm_engine.vllm_config
-    plugins = os.environ.get("VLLM_PLUGINS")
-    offloads = "kv_transfer_config" in job["arguments"] and (plugins is None or "kvstrata" in plugins)
+    is_ours = vllm_config.parallel_config.worker_cls.startswith("kvstrata.")
     result = ProcessAnswer(
         tokens=[outcome.tokens for outcome in outcomes],
         cached_tokens=[outcome.cached_tokens for outcome in outcomes],
@@ -125,7 +124,7 @@ def main(job_file: str, answer_file: str) -> None:
                 if hasattr(layer, "get_attn_backend")
             }
         ),
-        statistics=engine.llm.collective_rpc(STATISTICS) if offloads else [],
+        statistics=engine.llm.collective_rpc(STATISTICS) if is_ours else [],
     )
     Path(answer_file).write_text(json.dumps(asdict(result)))
     engine.llm.llm_engine.engine_core.shutdown()

@@ -55,6 +55,38 @@ def layerwise(
     }
 
 
+def sparse(
+    *,
+    buffer: int | None = None,
+    dram_gb: float | None = None,
+    keeps_device_cache: bool | None = None,
+    backend: str | None = None,
+    store_path: str | None = None,
+    **own: Any,
+) -> dict[str, Any]:
+    """Engine arguments that switch sparse decode offload on; None leaves a key out.
+
+    `buffer` is topk_buffer_size; `own` goes to kvstrata's part. The connector is named only for a store.
+    """
+    knobs: dict[str, Any] = {
+        "enabled": True,
+        "topk_buffer_size": buffer,
+        "dram_size_per_dp_GB": dram_gb,
+        "keep_device_kv_cache": keeps_device_cache,
+    }
+    given = {key: value for key, value in knobs.items() if value is not None}
+    arguments: dict[str, Any] = {"additional_config": {"sparse_kv_offload_config": given, "kvstrata": own}}
+    if backend is None:
+        return arguments
+    store = layerwise(shared=None, use_layerwise=None, backend=backend, store_path=store_path)
+    return {**arguments, **store}
+
+
+def kvpp(**own: Any) -> dict[str, Any]:
+    """Engine arguments that switch KVPP on for two ranks; `own` goes to kvstrata's part."""
+    return {"tensor_parallel_size": 2, "additional_config": {"enable_kvpp": True, "kvstrata": own}}
+
+
 def kvstrata_config(**knobs: Any) -> dict[str, Any]:
     """Engine arguments that carry kvstrata's own additional configuration."""
     return {"additional_config": {"kvstrata": knobs}}
@@ -128,6 +160,14 @@ class Engine:
         """The statistics of the only worker."""
         (statistics,) = self.llm.collective_rpc(STATISTICS)
         return dict(statistics)
+
+    def check_integrity(self) -> None:
+        """Let every part of the only worker's data path check itself."""
+        from kvstrata.vllm.worker import own_connector
+
+        path = own_connector()._data_path
+        assert path is not None
+        path.check_integrity()
 
     def num_blocks(self) -> int:
         """The block count vLLM itself plans with."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Two float32 implementations differ by about 1e-5 in a logit; a smaller gap than this decides nothing.
 SMALLEST_MEANINGFUL_GAP = 1e-3
@@ -14,13 +15,21 @@ SMALLEST_MEANINGFUL_GAP = 1e-3
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     tokens: list[list[int]]  # per prompt, the new tokens
+    logprobs: list[list[float]]  # theirs
     smallest_gap: float  # between the best and the second logit, over all steps
 
 
-def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> Reference:
+def greedy(
+    path: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    change: Callable[[Any], None] | None = None,
+) -> Reference:
     """Decode `new_tokens` tokens after each prompt, ignoring end-of-text.
 
-    Raises AssertionError when a step was a near tie, because equality with it would prove nothing.
+    `change` is given the model first, to make it another one. Raises AssertionError when a step was a near
+    tie, because equality with it would prove nothing.
     """
     import torch
     import transformers
@@ -29,7 +38,10 @@ def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ref
     # By name: importing vLLM re-registers some model types, and AutoModel would then pick another class.
     model_class = getattr(transformers, architecture)
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    if change is not None:
+        change(model)
     tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
     smallest_gap = float("inf")
     with torch.no_grad():
         for prompt in prompts:
@@ -44,10 +56,11 @@ def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ref
                 return_dict_in_generate=True,
             )
             tokens.append(result.sequences[0, len(prompt) :].tolist())
+            logprobs.append([float(logits[0].log_softmax(-1).max()) for logits in result.logits])
             for logits in result.logits:
                 best, second = logits[0].topk(2).values.tolist()
                 smallest_gap = min(smallest_gap, best - second)
     assert smallest_gap > SMALLEST_MEANINGFUL_GAP, (
         f"{path.name}: a greedy step has a logit gap of {smallest_gap:.1e}"
     )
-    return Reference(tokens=tokens, smallest_gap=smallest_gap)
+    return Reference(tokens=tokens, logprobs=logprobs, smallest_gap=smallest_gap)

@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.features("layerwise", "chunked")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_offload_is_exact_and_gives_the_planned_blocks(
     case: Case, model_of: ModelOf, plain: PlainAnswers, transformers_tokens: TransformersTokens
@@ -94,6 +95,7 @@ def test_negative_control_sharing_without_loads_is_wrong(
     assert count_changed(got, plain(name)) >= long_prompts
 
 
+@pytest.mark.features("layerwise", "chunked")
 @pytest.mark.parametrize(("name", "block_size"), [("dense", 64), ("dsa", 24), ("glm", 24)])
 def test_any_block_size_is_exact(
     name: str,
@@ -137,6 +139,7 @@ def ledger_answers(book: Ledger, model_of: ModelOf) -> list[list[int]]:
     return greedy(model.path, book.prompts, len(book.answers[0])).tokens
 
 
+@pytest.mark.features("layerwise", "prefix", "chunked")
 @pytest.mark.parametrize("shared", [1, 2, 3])
 def test_trained_model_reads_its_ledger_through_shared_buffers(
     shared: int, model_of: ModelOf, book: Ledger, ledger_answers: list[list[int]]
@@ -166,6 +169,7 @@ def test_trained_model_loses_its_ledger_without_loads(
     assert wrong >= 12
 
 
+@pytest.mark.features("layerwise", "chunked")
 def test_trained_model_answers_as_its_reference_file(model_of: ModelOf) -> None:
     from models import trained_cases
 

@@ -27,6 +27,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 INT8_ROW_BYTES = 128 + 4  # values and their float32 scale
 
 
+@pytest.mark.features("layerwise", "chunked", "compiled")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"), [("dsa", "inductor"), ("dense", "eager"), ("glm", "eager")], ids=str
@@ -66,6 +67,7 @@ def drafts(engine: Engine) -> tuple[int, int]:
     return int(engine.counter(DRAFTED)), int(engine.counter(ACCEPTED))
 
 
+@pytest.mark.features("layerwise", "store", "mtp", "chunked")
 def test_drafts_under_offload_are_exact_and_as_good(
     tmp_path: Path, model_of: ModelOf, book: Ledger, truth: Truth
 ) -> None:
@@ -109,6 +111,7 @@ def test_drafts_without_loads_are_wrong(model_of: ModelOf, book: Ledger, truth: 
     assert count_changed(got, expected) >= 12
 
 
+@pytest.mark.features("layerwise", "store", "li-c8", "chunked")
 @pytest.mark.parametrize("name", ["dsa", "glm"])
 def test_int8_indexer_under_offload_reads_the_same_bits(
     name: str, tmp_path: Path, model_of: ModelOf, plain: PlainAnswers
@@ -154,6 +157,7 @@ def test_int8_indexer_without_loads_is_wrong(model_of: ModelOf, plain: PlainAnsw
     assert count_changed(got, plain("dsa", **INT8_INDEXER, **CHUNKED)) >= 3
 
 
+@pytest.mark.features("layerwise", "bf16", "chunked")
 @pytest.mark.parametrize("name", ["dense", "dsa", "glm"])
 def test_bfloat16_under_offload_reads_the_same_bits(
     name: str, model_of: ModelOf, plain: PlainAnswers

@@ -52,6 +52,7 @@ def child(name: str, **extra: Any) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another"])
 def test_the_seeds_connector_works_inside_multi_connector(
     beside: bool,

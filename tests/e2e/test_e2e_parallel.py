@@ -10,6 +10,8 @@ from engine_process import ask_in_new_process
 from engines import BLOCK_SIZE, ROOMY_BYTES, SKIP_LOADS, engine_arguments, layerwise, open_engine
 from models import random_prompts
 
+pytestmark = pytest.mark.whole_machine
+
 CHUNKED = {"max_num_batched_tokens": 48}
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 TENSOR = {"tensor_parallel_size": 2}
@@ -21,9 +23,13 @@ HIT_BLOCKS = sum(FULL_HIT) // BLOCK_SIZE
 @pytest.mark.parametrize(
     ("name", "parallel", "shared", "loser"),
     [
-        ("dsa", TENSOR, 2, "tp1of2"),
+        pytest.param(
+            "dsa", TENSOR, 2, "tp1of2", marks=pytest.mark.features("layerwise", "store", "tp", "chunked")
+        ),
         # Stages of layers 0-2 and 3-5, with indexers on 0, 1 and 3, 5: one shared buffer a stage.
-        ("glm", PIPELINE, 1, "pp0of2"),
+        pytest.param(
+            "glm", PIPELINE, 1, "pp0of2", marks=pytest.mark.features("layerwise", "store", "pp", "chunked")
+        ),
     ],
     ids=["tp2-dsa", "pp2-glm"],
 )

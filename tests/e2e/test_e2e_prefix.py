@@ -19,6 +19,7 @@ CHUNKED = {"max_num_batched_tokens": 48}
 CACHED = {"enable_prefix_caching": True}
 
 
+@pytest.mark.features("layerwise", "prefix", "chunked")
 @pytest.mark.parametrize("name", ["dense", "dsa", "glm"])
 def test_hits_of_an_earlier_call_are_exact(
     name: str, model_of: ModelOf, plain: PlainAnswers, transformers_tokens: TransformersTokens
@@ -66,6 +67,7 @@ def test_a_hit_without_loads_is_wrong(model_of: ModelOf, plain: PlainAnswers) ->
     assert count_changed(second, first) >= 2
 
 
+@pytest.mark.features("layerwise", "prefix", "chunked")
 @pytest.mark.parametrize("name", ["dsa", "glm"])
 def test_prefixes_that_end_in_mid_block_are_exact(name: str, model_of: ModelOf, truth: Truth) -> None:
     """Prompts part at 75 tokens, in the middle of block 4: 64 tokens are hits, 11 are computed again."""
@@ -80,6 +82,7 @@ def test_prefixes_that_end_in_mid_block_are_exact(name: str, model_of: ModelOf, 
     assert first.cached_tokens + rest.cached_tokens == [0, 64, 64]
 
 
+@pytest.mark.features("layerwise", "prefix", "chunked")
 def test_a_conversation_hits_the_blocks_of_its_own_answers(model_of: ModelOf, truth: Truth) -> None:
     """Rows that decode steps wrote are a prefix like any other."""
     model = model_of("dsa")
@@ -97,6 +100,7 @@ def test_a_conversation_hits_the_blocks_of_its_own_answers(model_of: ModelOf, tr
     assert hits == [0, 96, 144]
 
 
+@pytest.mark.features("layerwise", "prefix", "chunked")
 @pytest.mark.parametrize("name", ["dense", "dsa"])
 def test_blocks_are_reused_after_eviction(name: str, model_of: ModelOf, truth: Truth) -> None:
     """A pool of 20 blocks for prompts that need 17, 9, 13 and 17: each call takes the blocks of others."""

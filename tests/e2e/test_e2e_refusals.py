@@ -104,12 +104,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "backend-of-another-version": (extra(backend="mooncake"), ["backend='mooncake'", "local"]),
     "negative-size": (extra(store_size_GB=-1), ["store_size_GB=-1", "above 0"]),
     "unknown-own-key": (kvstrata_config(indexer_dtype="int8"), ["'indexer_dtype'", "indexer_cache_dtype"]),
-    "sparse-offload": (
-        {"additional_config": {"sparse_kv_offload_config": {"enabled": True}}},
-        ["sparse_kv_offload_config.enabled=true"],
-    ),
     "kvpp": ({"additional_config": {"enable_kvpp": True}}, ["enable_kvpp=true"]),
-    "remote-connector": (named("SfaRemoteD2HConnector"), ["SfaRemoteD2HConnector"]),
+    "remote-connector": (named("SfaRemoteD2HConnector"), ["SfaRemoteD2HConnector", "kv_port"]),
     "two-of-ours": (
         named(
             "MultiConnector",

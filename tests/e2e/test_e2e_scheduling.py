@@ -55,10 +55,18 @@ def crowd(seed: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "seed", "backend", "arguments"),
     [
-        ("dense", 345, "none", {}),
-        ("dsa", 245, "none", CACHED),
-        ("dsa", 245, "local", {}),
-        ("dsa", 245, "none", {"async_scheduling": True}),
+        pytest.param("dense", 345, "none", {}, marks=pytest.mark.features("layerwise", "chunked")),
+        pytest.param(
+            "dsa", 245, "none", CACHED, marks=pytest.mark.features("layerwise", "prefix", "chunked")
+        ),
+        pytest.param("dsa", 245, "local", {}, marks=pytest.mark.features("layerwise", "store", "chunked")),
+        pytest.param(
+            "dsa",
+            245,
+            "none",
+            {"async_scheduling": True},
+            marks=pytest.mark.features("layerwise", "async", "chunked"),
+        ),
     ],
     ids=["dense", "dsa-prefix-cache", "dsa-store", "dsa-async"],
 )
@@ -97,6 +105,7 @@ def test_preempted_requests_resume_exactly(
         assert statistics["fetched_blocks"] > 0, "a resumed request finds its own blocks in the store"
 
 
+@pytest.mark.features("layerwise", "store", "prefix", "chunked")
 @pytest.mark.parametrize("after_steps", [1, 3, 7])
 def test_blocks_of_aborted_requests_are_reused(
     after_steps: int, tmp_path: Path, model_of: ModelOf, truth: Truth
@@ -123,6 +132,7 @@ def test_blocks_of_aborted_requests_are_reused(
     assert second.cached_tokens == [96, 128]
 
 
+@pytest.mark.features("layerwise", "chunked", "async")
 @pytest.mark.parametrize("name", ["dense", "dsa", "glm"])
 def test_async_scheduling_is_exact(
     name: str, model_of: ModelOf, plain: PlainAnswers, transformers_tokens: TransformersTokens
@@ -135,7 +145,13 @@ def test_async_scheduling_is_exact(
     assert_same_bits(got, plain(name, **CHUNKED))
 
 
-@pytest.mark.parametrize("backend", ["none", "local"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("none", marks=pytest.mark.features("layerwise", "prefix", "chunked")),
+        pytest.param("local", marks=pytest.mark.features("layerwise", "store", "prefix", "chunked")),
+    ],
+)
 def test_a_crowd_in_few_blocks_is_exact(
     backend: str, tmp_path: Path, model_of: ModelOf, truth: Truth
 ) -> None:

@@ -26,6 +26,7 @@ from kvstrata.store.base import Status, Store
 from kvstrata.store.faulty import Call, FaultyStore, LeaseFault
 from kvstrata.store.local import LocalStore
 from kvstrata.vllm import connector as connector_module
+from kvstrata.vllm import open_path as open_path_module
 
 CHUNKED = {"max_num_batched_tokens": 48}
 GIB = 1 << 30
@@ -55,6 +56,7 @@ def ask_twice(engine: Engine, model: Model) -> list[Any]:
     return [engine.ask(model.prompts, NEW_TOKENS) for _ in range(2)]
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 @pytest.mark.parametrize("name", ["dense", "dsa", "glm"])
 def test_hits_of_the_same_engine_are_exact(
     name: str,
@@ -81,6 +83,7 @@ def test_hits_of_the_same_engine_are_exact(
     assert stored_statistics(tmp_path).leases == 0
 
 
+@pytest.mark.features("layerwise", "store", "prefix", "chunked")
 def test_hits_of_an_engine_before_and_beside_are_exact(
     tmp_path: Path,
     model_of: ModelOf,
@@ -124,6 +127,7 @@ def test_a_hit_without_loads_is_wrong(tmp_path: Path, model_of: ModelOf, plain: 
     assert count_changed(got, plain("dsa")) >= 3
 
 
+@pytest.mark.features("store", "chunked")
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,6 +156,7 @@ def test_a_store_without_shared_buffers_is_exact(
     assert statistics["loaded_bytes"] == statistics["host_pool_bytes"] == 0
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 def test_engines_with_other_buffer_plans_share_one_store(
     tmp_path: Path,
     model_of: ModelOf,
@@ -167,6 +172,7 @@ def test_engines_with_other_buffer_plans_share_one_store(
         assert got.cached_tokens == (FULL_HIT if at else [0, 0, 0, 0, 0])
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 def test_a_store_smaller_than_the_working_set_is_exact(
     tmp_path: Path,
     model_of: ModelOf,
@@ -193,6 +199,7 @@ def test_a_store_smaller_than_the_working_set_is_exact(
     assert statistics["failed_blocks"] == 0
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 def test_what_no_longer_fits_comes_back_from_the_spill_file(
     tmp_path: Path,
     model_of: ModelOf,
@@ -243,10 +250,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Script:
         inner = opened(config, **options)
         return None if inner is None else FaultyStore(inner, script)
 
-    monkeypatch.setattr(connector_module, "open_configured_store", open_faulty)
+    for module in (connector_module, open_path_module):  # the scheduler's side and the workers'
+        monkeypatch.setattr(module, "open_configured_store", open_faulty)
     return script
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 @pytest.mark.parametrize(
     ("shared", "prefix_caching", "async_scheduling"),
     [(1, False, False), (2, True, False), (None, True, False), (2, True, True)],
@@ -281,6 +290,7 @@ def test_objects_lost_between_lookup_and_read_are_recomputed(
     assert again.cached_tokens == FULL_HIT
 
 
+@pytest.mark.features("layerwise", "store", "prefix")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_lost_prefix_that_requests_share_never_spoils_the_store(
     async_scheduling: bool, faults: Script, tmp_path: Path, model_of: ModelOf, truth: Truth
@@ -311,6 +321,7 @@ def test_a_lost_prefix_that_requests_share_never_spoils_the_store(
     assert_true(again, expected)
 
 
+@pytest.mark.features("layerwise", "store", "chunked")
 def test_a_store_cleared_between_two_calls_only_misses(
     tmp_path: Path,
     model_of: ModelOf,
@@ -355,6 +366,7 @@ def test_strangers_get_no_hits(tmp_path: Path, model_of: ModelOf, truth: Truth) 
     assert got.tokens == expected.tokens
 
 
+@pytest.mark.features("layerwise", "store", "bf16", "chunked")
 def test_bfloat16_hits_are_the_bits_that_were_computed(tmp_path: Path, model_of: ModelOf) -> None:
     """Against a bf16 engine without offload; one that hits its own prefix cache makes the same batches."""
     model = model_of("dsa")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_reference import BLOCK_TOKENS, Paged, Request, attend, page, requests
 
-from kvstrata.kernels.attention import dense_mla, sparse_mla
-from kvstrata.kernels.batch import BatchPlan, plan_batch
+from kvstrata.kernels.attention import dense_mla, join_parts, sparse_mla
+from kvstrata.kernels.batch import BatchPlan, plan_batch, plan_selection
 
 WIDTHS = ((576, 512), (80, 64), (132, 100), (9, 5))
 # Relative to values of about 1: float32 sums of a few hundred terms, or one rounding of the result.
@@ -173,3 +175,101 @@ def test_chunking_company_and_layout_change_no_bit(
         assert torch.equal(got[5:], dense[low:high])
         got = sparse_mla(q_part, part.cache, plan, chosen_part, scale=0.1, kv_lora_rank=64)
         assert torch.equal(got[5:], sparse[low:high])
+
+
+def flat(rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, BatchPlan]:
+    """Rows that lie in one piece, and sources of `counts` query tokens each that may select any of them."""
+    table = np.zeros((len(counts), 1), dtype=np.int32)
+    ends = np.full(len(counts), len(rows), dtype=np.int64)
+    plan = plan_selection(np.array(counts, dtype=np.int64), table, len(rows), ends, tile_tokens=4)
+    return rows.unsqueeze(0), plan
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    length=st.integers(1, 60),
+    topk=st.integers(1, 40),
+    heads=st.integers(1, 6),
+    dtype=dtypes,
+    seed=st.integers(0, 2**31),
+)
+def test_a_selection_from_rows_in_one_piece_equals_the_reference_and_so_does_its_lse(
+    counts: list[int], length: int, topk: int, heads: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    width, rank, tokens = 80, 64, sum(counts)
+    rows = torch.randn(length, width).to(dtype)
+    cache, plan = flat(rows, counts)
+    q = torch.randn(tokens + 2, heads, width).to(dtype)
+    chosen = torch.randint(0, length, (tokens, topk), dtype=torch.int32)
+    chosen[torch.rand(chosen.shape) < 0.4] = -1
+    lse = torch.full((tokens + 2, heads), 77.0)
+    got = sparse_mla(q, cache, plan, chosen, scale=0.1, kv_lora_rank=rank, lse=lse)
+    assert (lse[tokens:] == 77.0).all(), "padding has none"
+    for t in range(tokens):
+        positions = [p for p in chosen[t].tolist() if p >= 0]
+        want = attend(q[t], rows, positions, 0.1, rank)
+        torch.testing.assert_close(got[t].double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        for h in range(heads):
+            scores = [0.1 * float(q[t, h].double() @ rows[p].double()) for p in positions]
+            wanted = math.log(sum(map(math.exp, scores))) if scores else -math.inf
+            assert lse[t, h] == wanted or abs(float(lse[t, h]) - wanted) < 1e-4
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    length=st.integers(1, 80),
+    pieces=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    magnitude=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_parts_joined_are_attention_over_all_their_rows(
+    tokens: int, length: int, pieces: int, heads: int, magnitude: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randn(length, 80) * magnitude
+    cache, plan = flat(rows, [tokens])
+    q = torch.randn(tokens, heads, 80)
+    chosen = torch.full((tokens, length), -1, dtype=torch.int32)
+    for t in range(tokens):
+        picked = torch.randperm(length)[: int(torch.randint(0, length + 1, ()))].sort().values
+        chosen[t, : len(picked)] = picked.to(torch.int32)
+    lse = torch.empty(tokens, heads)
+    whole = sparse_mla(q, cache, plan, chosen, scale=0.1, kv_lora_rank=64, lse=lse)
+    owner = torch.randint(0, pieces, (length,))
+    out, joined = torch.zeros(tokens, heads, 64), torch.full((tokens, heads), -torch.inf)
+    for piece in range(pieces):  # some hold nothing for some tokens
+        mine = torch.where((chosen >= 0) & (owner[chosen.clamp(min=0).long()] == piece), chosen, -1)
+        part_lse = torch.empty(tokens, heads)
+        part = sparse_mla(q, cache, plan, mine.to(torch.int32), scale=0.1, kv_lora_rank=64, lse=part_lse)
+        join_parts(out, joined, part, part_lse)
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-4 * magnitude)
+    torch.testing.assert_close(joined, lse, rtol=1e-4, atol=1e-4)
+    assert not out.isnan().any()
+
+
+def test_parts_over_nothing_change_nothing_and_nothing_stays_zero() -> None:
+    nothing = torch.zeros(1, 1, 4), torch.full((1, 1), -torch.inf)
+    some = torch.tensor([[[1.0, -2.0, 3.0, 4.0]]]), torch.tensor([[0.5]])
+    for first, second in ((some, nothing), (nothing, some)):
+        out, lse = first[0].clone(), first[1].clone()
+        join_parts(out, lse, second[0].clone(), second[1].clone())
+        assert torch.equal(out, some[0])
+        assert torch.equal(lse, some[1])
+    out, lse = nothing[0].clone(), nothing[1].clone()
+    join_parts(out, lse, nothing[0].clone(), nothing[1].clone())
+    assert torch.equal(out, nothing[0])
+    assert torch.equal(lse, nothing[1])
+
+
+def test_a_part_that_outweighs_another_beyond_float32_keeps_its_bits() -> None:
+    small, large = torch.full((1, 1, 2), 5.0), torch.tensor([[[0.25, -8.0]]])
+    for swap in (False, True):
+        sides = [(small.clone(), torch.tensor([[-300.0]])), (large.clone(), torch.tensor([[300.0]]))]
+        (out, lse), (part, part_lse) = reversed(sides) if swap else sides
+        join_parts(out, lse, part, part_lse)
+        assert torch.equal(out, large)
+        assert lse.item() == 300.0

@@ -25,10 +25,11 @@ from hypothesis.stateful import (
 )
 
 from kvstrata.core.gate import Obligation, SlotGate
+from kvstrata.move.carrier import LOAD_LANE, SAVE_LANE
 from kvstrata.move.engine import CopyEngine, CopyToken
 from kvstrata.move.faulty import DroppingEngine
 from kvstrata.move.inline import InlineEngine
-from kvstrata.move.layerwise import LOAD_LANE, SAVE_LANE, LayerwisePipeline
+from kvstrata.move.layerwise import LayerwisePipeline
 from kvstrata.move.step import StepBlocks
 from kvstrata.move.testing import Batch, Forward, Memory, Request, make_pipeline, make_plan
 from kvstrata.move.threads import ThreadEngine

@@ -19,6 +19,7 @@ HEALTHY = Facts(
     cores=8,
     omp_threads_bind="0-3|4-7",
     lmdb_error=None,
+    unusable_transports={},
 )
 
 

@@ -53,9 +53,19 @@ def test_the_commands_are_frozen():
     assert [path for path, _ in commands()] == [
         "kvstrata demo",
         "kvstrata doctor",
+        "kvstrata serve-pd",
+        "kvstrata proxy",
+        "kvstrata sim",
         "kvstrata bench layerwise",
+        "kvstrata bench decode",
+        "kvstrata bench pd",
+        "kvstrata bench kvpp",
+        "kvstrata bench residency",
         "kvstrata store stat",
         "kvstrata store clear",
+        "kvstrata trace record",
+        "kvstrata trace replay",
+        "kvstrata trace plot",
     ]
 
 
@@ -128,6 +138,29 @@ def test_bench_passes_its_options_on(runner: CliRunner, monkeypatch: pytest.Monk
     assert runner.invoke(app, arguments).exit_code == 0
     assert (seen["options"].repeats, seen["options"].prompt_tokens) == (3, 900)
     assert seen["json_file"] == Path("c.json")
+
+
+def test_bench_decode_passes_its_options_on(runner: CliRunner, monkeypatch: pytest.MonkeyPatch):
+    seen = {}
+    monkeypatch.setattr(
+        "kvstrata.bench.decode.bench_decode", lambda options, **kwargs: seen.update(options=options, **kwargs)
+    )
+    arguments = ["bench", "decode", "--repeats", "3", "--json", "d.json", "--log", "e.log"]
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert seen["options"].repeats == 3
+    assert (seen["json_file"], seen["log"]) == (Path("d.json"), Path("e.log"))
+    assert runner.invoke(app, ["bench", "decode", "--repeats", "0"]).exit_code == 2
+
+
+def test_bench_pd_passes_its_options_on(runner: CliRunner, monkeypatch: pytest.MonkeyPatch):
+    seen = {}
+    monkeypatch.setattr(
+        "kvstrata.bench.pd.bench_pd", lambda options, **kwargs: seen.update(options=options, **kwargs)
+    )
+    arguments = ["bench", "pd", "--repeats", "3", "--prompt-tokens", "900", "--json", "p.json"]
+    assert runner.invoke(app, [*arguments, "--log", "p.log"]).exit_code == 0
+    assert (seen["options"].repeats, seen["options"].prompt_tokens) == (3, 900)
+    assert (seen["json_file"], seen["log"]) == (Path("p.json"), Path("p.log"))
 
 
 @pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--prompt-tokens", "1"], ["--repeats", "many"]])

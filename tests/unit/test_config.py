@@ -12,10 +12,11 @@ from kvstrata.config import (
     LayerwiseConfig,
     SparseOffloadConfig,
     StoreConfig,
-    TransferConfig,
     parse_additional_config,
     parse_connector_config,
 )
+from kvstrata.config_kvpp import KvppConfig
+from kvstrata.config_transfer import TransferConfig
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
 
 WHOLE_TYPES = [True, "2", 2.0, [2], {}]
@@ -37,27 +38,48 @@ CONNECTOR = {
     "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
     "store_spill_size_GB": ([8], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "store_lease_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
-    "transfer_backend": (["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"], WORD_TYPES, ["", "rdma"]),
+    "transfer_backend": (["auto", "shm", "tcp"], WORD_TYPES, ["", "rdma"]),
     "memfabric_transfer_protocol": (["sdma", "device_rdma", "device_urma"], WORD_TYPES, ["", "host_rdma"]),
     "kv_port": ([1, 20001, 65535, None], WHOLE_TYPES, [0, -1, 65536]),
+    "remote_role": (["auto", "producer", "consumer", "both"], WORD_TYPES, ["", "kv_both"]),
+    "remote_host": (["127.0.0.1", "decode-3"], WORD_TYPES, ["", "a\0b"]),
+    "remote_secret": (["sixteen or more!", None], [True, 3, ["x"]], ["", "short", "a\0b" * 8]),
+    "remote_lease_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
+    "remote_wait_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
+    "remote_read_attempts": ([1, 100], [*WHOLE_TYPES, None], [0, 101]),
     "deadline_s": ([0.5, 120], [*NUMBER_TYPES, None], NUMBER_VALUES),
 }
 SPARSE = {
-    "enabled": ([False], FLAG_TYPES, []),
+    "enabled": ([True, False], FLAG_TYPES, []),
     "topk_buffer_size": ([1, 4096, None], WHOLE_TYPES, [0, -1]),
     "dram_size_per_dp_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
     "keep_device_kv_cache": ([True, False], FLAG_TYPES, []),
 }
 OWN = {
     "indexer_cache_dtype": (["auto", "int8"], WORD_TYPES, ["", "fp8"]),
-    "fault": (["none", "skip_loads"], WORD_TYPES, ["", "skip_saves"]),
+    "main_cache_dtype": (["auto", "int8"], WORD_TYPES, ["", "fp8", "INT8"]),
+    "hot_row_policy": (["auto", "lru", "frequency"], WORD_TYPES, ["", "LRU", "fifo"]),
+    "prompt_window_tokens": ([1, 4096, None], WHOLE_TYPES, [0, -1]),
+    "topk_trace_path": (["/var/tmp/trace", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
+    "fault": (["none", "skip_loads", "stale_rows"], WORD_TYPES, ["", "skip_saves"]),
 }
-TOP = {"enable_kvpp": ([False], FLAG_TYPES, [])}
+TOP = {"enable_kvpp": ([True, False], FLAG_TYPES, [])}
+KVPP = {
+    "kvpp_broadcast": (["referenced", "all"], WORD_TYPES, ["", "active"]),
+    "kvpp_transport": (["auto", "collective", "shm"], WORD_TYPES, ["", "gloo"]),
+}
 
 
 def connector(**given):
-    """Parse with layerwise on, as most of its knobs need."""
-    return parse_connector_config({"use_layerwise": True} | given)
+    """Parse with layerwise and remote read on, as most of their knobs need."""
+    return parse_connector_config({"use_layerwise": True, "kv_port": 1000} | given)
+
+
+def sparse(section, **given):
+    """Parse with sparse offload on, as most of its knobs need."""
+    config = {"sparse_kv_offload_config": {"enabled": True}}
+    config.setdefault(section, {}).update(given)
+    return parse_additional_config(config)
 
 
 def flat(config):
@@ -74,10 +96,15 @@ SECTIONS = {
     "connector": (CONNECTOR, lambda name, value: connector(**{name: value}), "{}"),
     "sparse": (
         SPARSE,
-        lambda name, value: parse_additional_config({"sparse_kv_offload_config": {name: value}}),
+        lambda name, value: sparse("sparse_kv_offload_config", **{name: value}),
         "sparse_kv_offload_config.{}",
     ),
-    "own": (OWN, lambda name, value: parse_additional_config({"kvstrata": {name: value}}), "kvstrata.{}"),
+    "own": (OWN, lambda name, value: sparse("kvstrata", **{name: value}), "kvstrata.{}"),
+    "kvpp": (
+        KVPP,
+        lambda name, value: parse_additional_config({"enable_kvpp": True, "kvstrata": {name: value}}),
+        "kvstrata.{}",
+    ),
     "top": (TOP, lambda name, value: parse_additional_config({name: value}), "{}"),
 }
 
@@ -95,7 +122,8 @@ def test_every_knob_is_in_these_tables():
     connector_groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
     assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR)
     assert {k.name for k in SparseOffloadConfig.knobs()} == set(SPARSE)
-    assert {k.name for k in AdditionalConfig.knobs()} == set(OWN) | set(TOP)
+    assert {k.name for k in KvppConfig.knobs()} == set(KVPP) | set(TOP)
+    assert {k.name for k in AdditionalConfig.knobs()} == set(OWN)
 
 
 @pytest.mark.parametrize(("section", "name", "value"), cases(0))
@@ -139,6 +167,12 @@ def test_defaults():
         "transfer_backend": "auto",
         "memfabric_transfer_protocol": "sdma",
         "kv_port": None,
+        "remote_role": "auto",
+        "remote_host": "127.0.0.1",
+        "remote_secret": None,
+        "remote_lease_s": 10.0,
+        "remote_wait_s": 60.0,
+        "remote_read_attempts": 3,
         "deadline_s": 60.0,
     }
     assert parse_additional_config(None) == parse_additional_config({}) == AdditionalConfig()
@@ -148,9 +182,26 @@ def test_defaults():
         "dram_size_per_dp_GB": None,
         "keep_device_kv_cache": False,
         "enable_kvpp": False,
+        "kvpp_broadcast": "referenced",
+        "kvpp_transport": "auto",
         "indexer_cache_dtype": "auto",
+        "main_cache_dtype": "auto",
+        "hot_row_policy": "auto",
+        "prompt_window_tokens": None,
+        "topk_trace_path": None,
         "fault": "none",
     }
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake", "memfabric"])
+def test_a_transfer_backend_of_a_later_version_is_refused_by_name(backend):
+    with pytest.raises(UnsupportedError, match=f"transfer_backend='{backend}' is not available"):
+        connector(transfer_backend=backend)
+
+
+def test_a_remote_knob_without_remote_read_is_refused():
+    with pytest.raises(ConfigurationError, match=r"remote_lease_s=5\.0 has no effect without kv_port"):
+        parse_connector_config({"remote_lease_s": 5})
 
 
 def test_a_launch_line_as_json():
@@ -200,6 +251,45 @@ def test_spill_size_without_spill_path_names_the_fix():
     assert connector().store.store_spill_size_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("sparse_kv_offload_config", "topk_buffer_size", 128),
+        ("sparse_kv_offload_config", "dram_size_per_dp_GB", 2.0),
+        ("sparse_kv_offload_config", "keep_device_kv_cache", True),
+        ("kvstrata", "hot_row_policy", "lru"),
+        ("kvstrata", "prompt_window_tokens", 64),
+        ("kvstrata", "topk_trace_path", "/var/tmp/x"),
+        ("kvstrata", "fault", "stale_rows"),
+    ],
+)
+@pytest.mark.parametrize("off", [{}, {"enabled": False}])
+def test_sparse_knobs_without_sparse_offload_name_the_fix(section, name, value, off):
+    given = {"sparse_kv_offload_config": dict(off)}
+    given.setdefault(section, {})[name] = value
+    with pytest.raises(ConfigurationError) as caught:
+        parse_additional_config(given)
+    message = str(caught.value)
+    assert message.startswith(f"{section}.{name}={value!r} has no effect with")
+    assert "set sparse_kv_offload_config.enabled to true, or " in message
+
+
+def test_defaults_written_out_are_no_contradiction():
+    off = {
+        "enabled": False,
+        "topk_buffer_size": None,
+        "dram_size_per_dp_GB": None,
+        "keep_device_kv_cache": False,
+    }
+    own = {"hot_row_policy": "auto", "prompt_window_tokens": None, "topk_trace_path": None, "fault": "none"}
+    given = {"sparse_kv_offload_config": off, "kvstrata": own}
+    assert parse_additional_config(given) == AdditionalConfig()
+
+
+def test_skipping_loads_needs_no_sparse_offload():
+    assert parse_additional_config({"kvstrata": {"fault": "skip_loads"}}).fault == "skip_loads"
+
+
 @pytest.mark.parametrize("backend", ["mooncake", "memcache"])
 def test_backends_of_later_versions_are_refused_by_name(backend):
     with pytest.raises(
@@ -208,13 +298,19 @@ def test_backends_of_later_versions_are_refused_by_name(backend):
         connector(backend=backend)
 
 
-def test_features_of_later_versions_are_refused_by_name():
+def test_kvpp_and_sparse_offload_are_refused_together():
     with pytest.raises(
-        UnsupportedError, match=r"sparse_kv_offload_config\.enabled=true.*not in this version"
+        UnsupportedError, match=r"enable_kvpp=true with sparse_kv_offload_config.enabled=true"
     ):
-        parse_additional_config({"sparse_kv_offload_config": {"enabled": True}})
-    with pytest.raises(UnsupportedError, match=r"enable_kvpp=true.*not in this version"):
-        parse_additional_config({"enable_kvpp": True})
+        parse_additional_config({"enable_kvpp": True, "sparse_kv_offload_config": {"enabled": True}})
+
+
+@pytest.mark.parametrize("given", [{"kvpp_broadcast": "all"}, {"kvpp_transport": "shm"}])
+def test_a_knob_of_kvpp_without_kvpp_is_refused(given):
+    with pytest.raises(
+        ConfigurationError, match="has no effect with enable_kvpp=false; set enable_kvpp to true"
+    ):
+        parse_additional_config({"kvstrata": given})
 
 
 @pytest.mark.parametrize(
@@ -276,3 +372,6 @@ def test_a_group_checks_itself_however_it_is_made():
 def test_sizes_in_bytes():
     assert connector(host_memory_GB=1.5).layerwise.host_memory_bytes == 3 << 29
     assert connector().layerwise.host_memory_bytes is None
+    on = sparse("sparse_kv_offload_config", dram_size_per_dp_GB=1.5)
+    assert on.sparse_offload.dram_bytes_per_dp == 3 << 29
+    assert AdditionalConfig().sparse_offload.dram_bytes_per_dp is None

@@ -10,10 +10,10 @@ from kvstrata.config import (
     LayerwiseConfig,
     SparseOffloadConfig,
     StoreConfig,
-    TransferConfig,
-    knob_path,
 )
 from kvstrata.config_docs import render
+from kvstrata.config_transfer import TransferConfig
+from kvstrata.config_values import knob_path
 
 GROUPS = (
     LayerwiseConfig,

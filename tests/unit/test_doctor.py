@@ -97,6 +97,7 @@ def features_of(facts: doctor.Facts) -> dict[str, bool]:
 def test_features_follow_the_machine():
     healthy = features_of(HEALTHY)
     assert healthy["layerwise prefill offload"]
+    assert healthy["sparse decode offload"]
     assert healthy["int8 indexer cache (LI-C8)"]
     assert healthy["store: local"]
     without_engine = features_of(replaced(plugin_active=False))
@@ -106,8 +107,31 @@ def test_features_follow_the_machine():
     assert not without_store["store: local"]
 
 
+def test_prefill_and_decode_need_an_engine_and_a_transport():
+    assert features_of(HEALTHY)["prefill and decode over shm"]
+    (shm, tcp) = [
+        feature
+        for feature in diagnose(replaced(unusable_transports={"shm": "no memfd here"})).features
+        if feature.name in ("prefill and decode over shm", "prefill and decode over tcp")
+    ]
+    assert (shm.available, shm.why) == (False, "no memfd here")
+    assert tcp.available
+
+
+def test_transports_are_tried_for_real(monkeypatch: pytest.MonkeyPatch):
+    assert doctor._try_transports() == {}
+
+    class Unusable:
+        def usable(self) -> str:
+            return "not on this system"
+
+    monkeypatch.setattr("kvstrata.remote.transports.registry.transport_for", lambda name: Unusable())
+    assert doctor._try_transports() == dict.fromkeys(("shm", "tcp"), "not on this system")
+
+
 @pytest.mark.parametrize(
-    "name", ["sparse decode offload", "KVPP", "prefill/decode disaggregation", "store: mooncake, memcache"]
+    "name",
+    ["KVPP", "prefill and decode over NIXL, Mooncake, MemFabric", "store: mooncake, memcache"],
 )
 def test_what_is_not_built_is_said_so(name: str):
     (feature,) = [feature for feature in diagnose(HEALTHY).features if feature.name == name]

@@ -10,12 +10,23 @@ import pytest
 from kvstrata.core.gate import GateState, PhysicalRange, SlotGate
 from kvstrata.core.layers import Component
 from kvstrata.errors import DeadlineExceeded, GateViolation, TransferFailed
+from kvstrata.move.carrier import LOAD_LANE, SAVE_LANE
+from kvstrata.move.host_carrier import hosted_layers
 from kvstrata.move.inline import InlineEngine
-from kvstrata.move.layerwise import LOAD_LANE, SAVE_LANE, LayerwisePipeline, hosted_layers
+from kvstrata.move.layerwise import LayerwisePipeline
 from kvstrata.move.memcpy import copy_ranges
 from kvstrata.move.plan import CopyPlan
 from kvstrata.move.step import StepBlocks
-from kvstrata.move.testing import POISON, Batch, Forward, Memory, Request, make_pipeline, make_plan
+from kvstrata.move.testing import (
+    POISON,
+    Batch,
+    Forward,
+    Memory,
+    Request,
+    make_carrier,
+    make_pipeline,
+    make_plan,
+)
 
 BLOCKS, TOKENS = 8, 4
 
@@ -199,6 +210,43 @@ def test_an_acquired_layer_that_was_never_released_gives_its_slot_back(bench):
     it.step(Request(serial=1, blocks=[0, 1]), 6)
 
 
+def test_a_forward_with_history_starts_by_loading_the_first_layers(bench):
+    it = bench(layers=4, shared=2, prefetch=1, independent=[])
+    request = Request(serial=1, blocks=[0, 1])
+    it.step(request, 3)
+    before = it.pipeline.statistics()
+    it.pipeline.begin_step()
+    batch = Batch.of([(request, 3, 4)])
+    it.pipeline.start_forward(batch.step_blocks(TOKENS))
+    assert it.lane(LOAD_LANE).ledger.statistics().pending == 1
+    for layer in it.layers:
+        it.forward.layer(layer, batch)
+    it.pipeline.end_step()
+    counts = it.pipeline.statistics()
+    assert counts.late_loads == before.late_loads
+    assert counts.prefetched_loads - before.prefetched_loads == 4
+
+
+def test_a_forward_without_history_starts_nothing(bench):
+    it = bench(layers=4, shared=2, prefetch=2, independent=[])
+    it.pipeline.begin_step()
+    it.pipeline.start_forward(StepBlocks(load=one(), save=one(0)))
+    assert it.engine.statistics().lanes == {}
+    it.pipeline.end_step()
+
+
+def test_the_next_layer_is_on_its_way_once_a_layer_may_be_written(bench):
+    it = bench(layers=4, shared=2, prefetch=1, independent=[])
+    it.pipeline.begin_step()
+    it.pipeline.acquire(0, PREFIX)
+    assert it.lane(LOAD_LANE).ledger.statistics().submitted == 2, "its own load and the next layer's"
+    assert it.gate.owner(it.memory.plan.slot_of(1)) == 1
+    it.pipeline.acquire(0, PREFIX)
+    assert it.lane(LOAD_LANE).ledger.statistics().submitted == 2
+    it.pipeline.release(0, PREFIX)
+    it.pipeline.end_step()
+
+
 def test_acquire_is_legal_again_and_loads_once(bench):
     it = bench(prefetch=0)
     it.pipeline.begin_step()
@@ -333,7 +381,7 @@ def test_counts_every_layer_load_once_and_times_the_waits(bench):
     pipeline = LayerwisePipeline(
         plan=it.memory.plan,
         windows=it.memory.windows,
-        host=it.memory.host,
+        carrier=make_carrier(it.memory, it.engine),
         engine=it.engine,
         gate=SlotGate(it.memory.slot_ranges),
         prefetch_layers=1,
@@ -403,7 +451,7 @@ def test_M2_slots_that_overlap_in_memory_take_turns(bench):  # noqa: N802
     pipeline = LayerwisePipeline(
         plan=it.memory.plan,
         windows=it.memory.windows,
-        host=it.memory.host,
+        carrier=make_carrier(it.memory, it.engine),
         engine=it.engine,
         gate=SlotGate({slot.id: whole for slot in it.memory.plan.slots}),
         prefetch_layers=3,
@@ -434,3 +482,23 @@ def test_integrity_notices_rows_outside_the_host_pools_pages(bench):
     with pytest.raises(AssertionError, match="layer 1 main were overwritten"):
         it.pipeline.check_integrity()
     copy_ranges(CopyPlan(dst=one(end), src=one(good.ctypes.data), size=one(8)))
+
+
+def test_a_released_layer_names_the_save_that_its_readers_must_wait_for(bench):
+    made = bench()
+    request = Request(serial=1, blocks=[0, 1])
+    batch = Batch.of([(request, 0, TOKENS)])
+    made.pipeline.begin_step()
+    assert made.pipeline.saved(1) is None
+    made.forward.layer(0, batch)
+    made.forward.layer(1, batch)
+    assert made.pipeline.saved(0) is None, "its window is its home: the rows are there"
+    token = made.pipeline.saved(1)
+    assert token is not None
+    assert "save of layer 1" in token.name
+    for layer in made.layers[2:]:
+        made.forward.layer(layer, batch)
+    made.pipeline.end_step()
+    made.pipeline.begin_step()
+    assert made.pipeline.saved(1) is None
+    made.pipeline.end_step()

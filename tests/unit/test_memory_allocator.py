@@ -83,6 +83,17 @@ def test_the_users_limit_covers_all_regions_together() -> None:
     allocator.alloc(5 * MIB, "second")
 
 
+def test_errors_name_the_knob_that_the_limit_came_from() -> None:
+    limited = SharedMemoryAllocator(limit_bytes=MIB, limit_knob="a.knob_GB")
+    with pytest.raises(
+        BudgetError, match=rf"{2 * MIB} bytes and a\.knob_GB leaves {MIB} .*raise a\.knob_GB$"
+    ):
+        limited.alloc(2 * MIB, "pool")
+    small = SharedMemoryAllocator(limit_knob="a.knob_GB", available_bytes=lambda: MIB)
+    with pytest.raises(BudgetError, match=r"available; lower a\.knob_GB, or"):
+        small.alloc(2 * MIB, "pool")
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_sizes_without_sense_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match="pool"):

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from kvstrata.core.layers import Component, LayerId
 from kvstrata.errors import BudgetError
 from kvstrata.memory.allocator import SharedMemoryAllocator
 from kvstrata.memory.host_pool import (
+    ALL_COMPONENTS,
+    MAIN_ONLY,
     HostPool,
     host_page_bytes,
     host_pool_bytes,
@@ -98,11 +101,81 @@ def test_sizes_agree_with_what_was_planned(allocator: SharedMemoryAllocator, poo
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 17, 100])
-def test_guards_and_alignment_stay_within_what_is_set_aside_for_them(num_blocks: int) -> None:
+@pytest.mark.parametrize("components", [ALL_COMPONENTS, MAIN_ONLY], ids=["all", "main"])
+def test_guards_and_alignment_stay_within_what_is_set_aside_for_them(
+    num_blocks: int, components: Collection[Component]
+) -> None:
     layers = {1, 2}
-    pages = num_blocks * host_page_bytes(bundles(), layers)
-    extra = host_pool_bytes(bundles(), num_blocks, layers) - pages
-    assert 0 < extra <= host_pool_overhead_bytes(bundles(), layers)
+    pages = num_blocks * host_page_bytes(bundles(), layers, components=components)
+    extra = host_pool_bytes(bundles(), num_blocks, layers, components=components) - pages
+    assert 0 < extra <= host_pool_overhead_bytes(bundles(), layers, components=components)
+
+
+def test_a_pool_of_main_kv_has_no_indexer_pages(allocator: SharedMemoryAllocator) -> None:
+    layers = [1, 2, 4]
+    pool = HostPool(bundles(), NUM_BLOCKS, allocator, layers=layers, components=MAIN_ONLY)
+    assert host_page_bytes(bundles(), layers, components=MAIN_ONLY) == 3 * MAIN_BYTES
+    assert pool.statistics().page_bytes == 3 * MAIN_BYTES
+    assert pool.size_bytes == host_pool_bytes(bundles(), NUM_BLOCKS, layers, components=MAIN_ONLY)
+    assert pool.size_bytes < NUM_BLOCKS * 3 * MAIN_BYTES + 4 * (4096 + 64)
+    with pytest.raises(KeyError, match="layer 1 indexer"):
+        pool.view(1, Component.INDEXER)
+    pool.check_integrity()
+
+
+def test_a_pool_of_no_component_is_refused(allocator: SharedMemoryAllocator) -> None:
+    with pytest.raises(ValueError, match="host pool"):
+        HostPool(bundles(), NUM_BLOCKS, allocator, layers=[1], components=())
+
+
+def test_rows_written_through_the_tensor_are_the_pages_bytes(pool: HostPool) -> None:
+    rows = pool.tensor(4, Component.MAIN, width=576, dtype=torch.bfloat16)
+    assert (rows.shape, rows.dtype) == ((NUM_BLOCKS, 16, 576), torch.bfloat16)
+    assert rows.data_ptr() == pool.view(4, Component.MAIN).address
+    # Host row 7 * 16 + 3, as whoever saves new rows names it.
+    rows.view(-1, 576)[115] = torch.arange(576, dtype=torch.bfloat16) + 1
+    window = torch.zeros(NUM_BLOCKS, MAIN_BYTES, dtype=torch.uint8)
+    whole = np.arange(NUM_BLOCKS)
+    copy_ranges(plan_block_copies(PageView.of_tensor(window), pool.view(4, Component.MAIN), whole))
+    expected = torch.zeros(NUM_BLOCKS * 16, 576, dtype=torch.bfloat16)
+    expected[115] = torch.arange(576, dtype=torch.bfloat16) + 1
+    assert torch.equal(window.view(torch.bfloat16).view(-1, 576), expected)
+    assert not pool.tensor(2, Component.MAIN, width=576, dtype=torch.bfloat16).any()
+    pool.check_integrity()
+
+
+def test_rows_of_a_padded_page_leave_the_padding_alone(pool: HostPool) -> None:
+    rows = pool.tensor(1, Component.INDEXER, width=128, dtype=torch.uint8)
+    rows.fill_(7)
+    pages = pool.tensor(1, Component.INDEXER, width=132, dtype=torch.uint8).flatten(1)
+    assert bool((pages[:, : 16 * 128] == 7).all())
+    assert not pages[:, 16 * 128 :].any()
+    pool.check_integrity()
+
+
+def test_the_last_row_of_the_last_block_stays_inside_the_guards(pool: HostPool) -> None:
+    for (layer, component), view in places(pool).items():
+        width = view.page_bytes // 16
+        pool.tensor(layer, component, width=width, dtype=torch.uint8).fill_(255)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(577, torch.bfloat16), (0, torch.uint8), (-4, torch.uint8), (289, torch.float32)]
+)
+def test_rows_that_do_not_fit_a_page_are_refused(pool: HostPool, width: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"rows of {width} elements.* do not fit a page of layer 2 main"):
+        pool.tensor(2, Component.MAIN, width=width, dtype=dtype)
+
+
+def test_a_row_type_that_does_not_divide_a_page_is_refused(allocator: SharedMemoryAllocator) -> None:
+    odd = ComponentSpec(
+        name="odd", layer=LayerId(0, Component.MAIN, False), page_bytes=30, block_tokens=2, layout="x"
+    )
+    pool = HostPool(build_bundles([odd]), 3, allocator, layers=[0])
+    with pytest.raises(ValueError, match="do not fit"):
+        pool.tensor(0, Component.MAIN, width=3, dtype=torch.float32)
+    assert pool.tensor(0, Component.MAIN, width=7, dtype=torch.int16).shape == (3, 2, 7)
 
 
 def test_layers_that_were_not_planned_are_refused() -> None:
@@ -186,6 +259,8 @@ def test_views_end_with_the_pool(allocator: SharedMemoryAllocator, pool: HostPoo
     pool.close()
     with pytest.raises(ValueError, match="closed"):
         pool.view(1, Component.MAIN)
+    with pytest.raises(ValueError, match="closed"):
+        pool.tensor(1, Component.MAIN, width=576, dtype=torch.bfloat16)
     assert pool.statistics().resident_bytes == 0
     assert allocator.statistics().regions == 0
 
@@ -249,3 +324,17 @@ def test_a_second_process_shares_the_pool(pool: HostPool) -> None:
 def test_two_processes_that_planned_differently_are_told(pool: HostPool) -> None:
     with pytest.raises(ValueError, match="planned differently"):
         HostPool.open(bundles(), NUM_BLOCKS + 1, pool.handle, layers=[1, 2, 4])
+    with pytest.raises(ValueError, match="planned differently"):
+        HostPool.open(bundles(), NUM_BLOCKS, pool.handle, layers=[1, 2, 4], components=MAIN_ONLY)
+
+
+def test_ranks_that_share_a_pool_of_main_kv_see_one_anothers_rows(allocator: SharedMemoryAllocator) -> None:
+    made = HostPool(bundles(), NUM_BLOCKS, allocator, layers=[1, 2], components=MAIN_ONLY)
+    handle = pickle.loads(pickle.dumps(made.handle))
+    opened = HostPool.open(bundles(), NUM_BLOCKS, handle, layers=[1, 2], components=MAIN_ONLY)
+    made.tensor(2, Component.MAIN, width=576, dtype=torch.bfloat16)[NUM_BLOCKS - 1, 15] = 3
+    seen = opened.tensor(2, Component.MAIN, width=576, dtype=torch.bfloat16)
+    assert bool((seen[NUM_BLOCKS - 1, 15] == 3).all())
+    assert int(seen.count_nonzero()) == 576
+    opened.check_integrity()
+    opened.close()

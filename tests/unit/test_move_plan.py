@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.memory.pages import PageView
-from kvstrata.move.plan import CopyPlan, concat, merge_adjacent, plan_block_copies
+from kvstrata.move.plan import CopyPlan, concat, merge_adjacent, plan_block_copies, plan_page_copies
 
 
 def view(address: int, *, page: int = 100, stride: int | None = None, blocks: int = 16) -> PageView:
@@ -146,3 +146,52 @@ def test_a_plan_moves_exactly_the_bytes_of_its_blocks(
         flat_dst[dst - base_dst : dst - base_dst + size] = flat_src[src - base_src : src - base_src + size]
     assert torch.equal(target, expected)
     assert plan.total_bytes == len(set(ids)) * page
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.int64)
+
+
+def test_pages_go_to_other_places_and_neighbours_on_both_sides_are_one_range() -> None:
+    plan = plan_page_copies(view(1000), pages(0, 1, 2, 3, 4), view(9000), pages(5, 6, 2, 9, 10))
+    assert ranges(plan) == [(1000, 9500, 200), (1200, 9200, 100), (1300, 9900, 200)]
+
+
+def test_page_order_is_kept_and_a_page_may_be_copied_twice() -> None:
+    plan = plan_page_copies(view(1000), pages(0, 1, 2), view(9000), pages(7, 7, 3))
+    assert ranges(plan) == [(1000, 9700, 100), (1100, 9700, 100), (1200, 9300, 100)]
+
+
+@pytest.mark.parametrize(
+    ("dst", "src"), [(view(1000, stride=128), view(9000)), (view(1000), view(9000, stride=128))]
+)
+def test_neighbouring_pages_stay_apart_when_a_side_has_gaps(dst: PageView, src: PageView) -> None:
+    plan = plan_page_copies(dst, pages(0, 1), src, pages(4, 5))
+    assert [size for _, _, size in ranges(plan)] == [100, 100]
+
+
+def test_no_pages_is_an_empty_plan() -> None:
+    assert len(plan_page_copies(view(1000), pages(), view(9000), pages())) == 0
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 1 << 40])
+def test_a_page_that_its_side_lacks_is_refused(bad: int) -> None:
+    few, many = view(1000, blocks=4), view(9000, blocks=1 << 41)
+    for dst_ids, src_ids, dst, src in ((pages(0), pages(bad), many, few), (pages(bad), pages(0), few, many)):
+        with pytest.raises(IndexError, match=str(bad)):
+            plan_page_copies(dst, dst_ids, src, src_ids)
+
+
+def test_page_counts_and_sizes_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 pages to copy to 1 places"):
+        plan_page_copies(view(1000), pages(0), view(9000), pages(0, 1))
+    with pytest.raises(ValueError, match=r"96.*100"):
+        plan_page_copies(view(1000, page=100), pages(0), view(9000, page=96), pages(0))
+
+
+def test_far_pages_are_addressed_in_64_bits() -> None:
+    page, last = 656 * 64, (1 << 20) - 1
+    far = view(1 << 41, page=page, blocks=1 << 20)
+    assert ranges(plan_page_copies(view(1 << 40, page=page), pages(3), far, pages(last))) == [
+        ((1 << 40) + 3 * page, (1 << 41) + last * page, page)
+    ]

@@ -1,26 +1,21 @@
-"""The parts of the local store that a whole-store test cannot corner: races, corruption, the free map."""
+"""The parts of the local store that a whole-store test cannot corner: races, integrity, faults on order."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from store_cases import MIB, acquire, spilling_store
 
-from kvstrata.errors import ConfigurationError, StoreError, StoreFormatError
+from kvstrata.errors import StoreError, StoreFormatError
+from kvstrata.memory.processes import Holder, current_holder, may_be_alive
 from kvstrata.store.base import ReadLease, Status, WriteHandle
-from kvstrata.store.extents import GRANULE_BYTES, FreeMap, round_up, segments
+from kvstrata.store.extents import round_up
 from kvstrata.store.faulty import Call, FaultyStore, LeaseFault, on
 from kvstrata.store.integrity import _problems
 from kvstrata.store.local import LocalStore
-from kvstrata.store.processes import Holder, current_holder, may_be_alive
 from kvstrata.store.records import Counters, Extent, Place
 from kvstrata.store.testing import (
     ManualClock,
@@ -31,8 +26,6 @@ from kvstrata.store.testing import (
     read_bytes,
     write_bytes,
 )
-
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -49,22 +42,8 @@ def store(tmp_path: Path, clock: ManualClock) -> Iterator[LocalStore]:
 
 @pytest.fixture
 def spilling(tmp_path: Path, clock: ManualClock) -> Iterator[LocalStore]:
-    made = LocalStore.open(
-        tmp_path / "store",
-        size_bytes=MIB,
-        spill_path=tmp_path / "spill",
-        spill_size_bytes=2 * MIB,
-        clock=clock,
-    )
-    yield made
-    made.check_integrity()
-    made.close()
-
-
-def acquire(store: LocalStore | FaultyStore, number: int, ttl_s: float = 60.0) -> ReadLease:
-    (lease,) = store.acquire([key(number)], ttl_s=ttl_s)
-    assert isinstance(lease, ReadLease)
-    return lease
+    with spilling_store(tmp_path, clock) as made:
+        yield made
 
 
 # Losing the object in the middle of a read
@@ -160,163 +139,6 @@ def test_close_during_a_copy_lets_the_copy_finish(store: LocalStore, monkeypatch
     assert read_bytes(store, lease) == pattern(1, MIB)
     with pytest.raises(StoreError, match="closed"):
         read_bytes(store, lease)
-
-
-# Spill
-
-
-def spill_file(tmp_path: Path) -> Path:
-    (file,) = (tmp_path / "spill").iterdir()
-    return file
-
-
-def test_evicted_objects_come_back_from_disk(spilling: LocalStore) -> None:
-    sizes = [300_000 + number for number in range(8)]
-    for number, size in enumerate(sizes):
-        assert put_bytes(spilling, key(number), pattern(number, size)) is Status.OK
-    seen = spilling.statistics()
-    assert (seen.spilled_objects, seen.spill_evictions, seen.objects) == (5, 0, 8)
-    for number, size in enumerate(sizes):
-        lease = acquire(spilling, number)
-        assert read_bytes(spilling, lease) == pattern(number, size)
-        assert read_bytes(spilling, lease, 65_000, 70_001) == pattern(number, size)[65_000:135_001]
-        assert read_bytes(spilling, lease, size, 0) == b""
-
-
-def test_a_full_spill_file_lets_its_oldest_go(spilling: LocalStore, clock: ManualClock) -> None:
-    for number in range(5):
-        clock.now_s += 2
-        put_bytes(spilling, key(number), pattern(number, MIB))
-    assert spilling.contains([key(number) for number in range(5)]) == [Status.MISSING] * 2 + [Status.OK] * 3
-    assert spilling.statistics().spill_evictions == 2
-
-
-def test_a_leased_spilled_object_stays(spilling: LocalStore, clock: ManualClock) -> None:
-    put_bytes(spilling, key(0), pattern(0, MIB))
-    put_bytes(spilling, key(1), pattern(1, MIB))
-    lease = acquire(spilling, 0, ttl_s=1000)
-    for number in range(2, 7):
-        clock.now_s += 2
-        put_bytes(spilling, key(number), pattern(number, MIB))
-    assert read_bytes(spilling, lease) == pattern(0, MIB)
-
-
-@pytest.mark.parametrize("damage", ["changed", "cut off"])
-def test_corrupt_spill_is_missing_and_forgotten(spilling: LocalStore, tmp_path: Path, damage: str) -> None:
-    put_bytes(spilling, key(0), pattern(0, MIB))
-    put_bytes(spilling, key(1), pattern(1, MIB))
-    lease = acquire(spilling, 0)
-    if damage == "changed":
-        with spill_file(tmp_path).open("r+b") as file:
-            file.seek(4096 + 500_000)
-            file.write(b"!")
-    else:
-        os.truncate(spill_file(tmp_path), 4096 + 500_000)
-    assert read_bytes(spilling, lease, 0, 1000) == pattern(0, 1000), "the chunks before it are sound"
-    assert read_bytes(spilling, lease, 499_000, 2000) is Status.MISSING
-    assert spilling.contains([key(0)]) == [Status.MISSING]
-    seen = spilling.statistics()
-    assert (seen.spill_corrupt, seen.spill_used_bytes, seen.leases) == (1, 0, 0)
-
-
-def test_a_spill_file_that_cannot_be_written_costs_objects_not_the_store(
-    spilling: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    put_bytes(spilling, key(0), pattern(0, MIB))
-    monkeypatch.setattr("kvstrata.store.spill.os.pwrite", fail)
-    assert put_bytes(spilling, key(1), pattern(1, MIB)) is Status.OK
-    assert spilling.contains([key(0), key(1)]) == [Status.MISSING, Status.OK]
-
-
-def test_a_spill_file_of_the_users_is_left_alone(tmp_path: Path) -> None:
-    options = {"spill_path": tmp_path / "spill", "spill_size_bytes": MIB}
-    LocalStore.open(tmp_path / "store", size_bytes=MIB, **options).close()  # type: ignore[arg-type]
-    file = spill_file(tmp_path)
-    LocalStore.delete(tmp_path / "store")
-    file.write_text("my notes")
-    with pytest.raises(ConfigurationError, match="store_spill_path"):
-        LocalStore.open(tmp_path / "store", size_bytes=MIB, **options)  # type: ignore[arg-type]
-    assert file.read_text() == "my notes"
-
-
-def test_a_spill_file_whose_store_is_gone_is_taken_over(tmp_path: Path) -> None:
-    options = {"spill_path": tmp_path / "spill", "spill_size_bytes": MIB}
-    for path in (tmp_path / "store", tmp_path / "store"):
-        LocalStore.open(path, size_bytes=MIB, **options).close()  # type: ignore[arg-type]
-        for file in path.rglob("*.*"):
-            file.unlink()
-        (path / "kvstrata-index").rmdir()
-    assert spill_file(tmp_path).stat().st_size == 4096 + MIB
-
-
-# The free map
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 9), st.integers(-20, -1)), max_size=40))
-def test_the_free_map_hands_out_each_granule_once(steps: list[int]) -> None:
-    """Positive: allocate so many granules; negative: give back that allocation, counted from the last."""
-    capacity = 24
-    free = set(range(capacity))
-    taken: list[set[int]] = []
-    with tempfile.TemporaryDirectory() as path:
-        environment = lmdb.open(path, max_dbs=1, sync=False)
-        database = environment.open_db(b"free")
-        with environment.begin(write=True) as transaction:
-            free_map = FreeMap(transaction, database)
-            free_map.give_back([Extent(0, capacity * GRANULE_BYTES)])
-            for step in steps:
-                if step > 0 and step <= len(free):
-                    extents = free_map.allocate(step * GRANULE_BYTES)
-                    got = granules(extents)
-                    assert len(got) == step
-                    assert got <= free
-                    free -= got
-                    taken.append(got)
-                elif step < 0 and -step <= len(taken):
-                    back = taken.pop(step)
-                    free_map.give_back([Extent(item * GRANULE_BYTES, GRANULE_BYTES) for item in sorted(back)])
-                    free |= back
-                left = list(free_map)
-                assert granules(left) == free
-                assert all(one.end < two.offset for one, two in itertools.pairwise(left))
-            transaction.abort()
-        environment.close()
-
-
-def granules(extents: list[Extent] | tuple[Extent, ...]) -> set[int]:
-    return {
-        number
-        for extent in extents
-        for number in range(extent.offset // GRANULE_BYTES, extent.end // GRANULE_BYTES)
-    }
-
-
-def test_giving_back_twice_is_noticed(tmp_path: Path) -> None:
-    environment = lmdb.open(str(tmp_path), max_dbs=1)
-    database = environment.open_db(b"free")
-    with environment.begin(write=True) as transaction:
-        free_map = FreeMap(transaction, database)
-        free_map.give_back([Extent(0, 8192)])
-        for extent in (Extent(0, 4096), Extent(4096, 4096), Extent(4096, 8192)):
-            with pytest.raises(AssertionError, match="freed twice"):
-                free_map.give_back([extent])
-    environment.close()
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
-def test_segments_are_the_bytes_of_the_object(lengths: list[int], data: st.DataObject) -> None:
-    extents = [Extent(1000 * number, length) for number, length in enumerate(lengths)]
-    addresses = [extent.offset + at for extent in extents for at in range(extent.size_bytes)]
-    offset = data.draw(st.integers(0, len(addresses)))
-    size = data.draw(st.integers(0, len(addresses) - offset))
-    pieces = list(segments(extents, offset, size))
-    assert [piece.offset + at for piece in pieces for at in range(piece.size_bytes)] == (
-        addresses[offset : offset + size]
-    )
 
 
 def test_objects_in_pieces_read_whole(store: LocalStore) -> None:

@@ -57,7 +57,7 @@ def batch() -> tuple[KVStrataMetadata, torch.Tensor]:
 def indexer(monkeypatch: pytest.MonkeyPatch) -> Any:
     metadata, slots = batch()
     cache = torch.randn(BLOCKS, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
-    layer = SimpleNamespace(hook=Watch(cache), quantised=False, kernels=kernels_for("cpu"))
+    layer = SimpleNamespace(hook=Watch(cache), quantised=False, kernels=kernels_for("cpu"), near=None)
     context = SimpleNamespace(attn_metadata={LAYER: metadata})
     monkeypatch.setattr(mla_layer, "get_forward_context", lambda: context)
     monkeypatch.setattr(mla_layer, "get_attention_context", lambda name: (metadata, layer, cache, slots))
@@ -139,12 +139,12 @@ def test_M1_main_rows_are_written_after_acquire_and_released_after_attention(  #
     assert torch.equal(hook.calls[0][1], before)
     assert torch.equal(cache.view(-1, ROW)[slots[:3]], rows[:3])
 
-    def attend(q: torch.Tensor, seen: torch.Tensor, given: KVStrataMetadata) -> torch.Tensor:
+    def attend(q: torch.Tensor, *given: Any) -> torch.Tensor:
         assert [what for what, _ in hook.calls] == ["acquire"], "still held while attention reads"
         assert q.shape == (3, HEADS, ROW), "latent and rope parts are joined"
         return q[..., :RANK]
 
-    monkeypatch.setattr(impl, "_attend", attend)
+    monkeypatch.setattr(impl.window, "attend", attend)
     parts = torch.randn(3, HEADS, RANK), torch.randn(3, HEADS, ROW - RANK)
     out, lse = impl.forward_mqa(parts, cache, metadata, None)
     assert torch.equal(out, parts[0])

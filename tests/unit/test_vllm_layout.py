@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstrata.core.layers import Component
 from kvstrata.errors import LayoutError, UnsupportedError
-from kvstrata.vllm.layout import place_tensors, plan_layout, specs_of
+from kvstrata.vllm.layout import check_first_selection, place_tensors, plan_layout, specs_of
 from kvstrata.vllm.settings import Settings
 
 BLOCK_TOKENS = 16
@@ -260,3 +260,37 @@ def test_indexers_of_two_layouts_in_one_slot_are_refused_naming_both():
         LayoutError, match=r"layers\.1\.self_attn\.indexer.*layers\.2\.self_attn\.indexer.*page_bytes"
     ):
         plan_layout(specs, config, settings)
+
+
+def sparse_model(layers: int) -> Any:
+    text = SimpleNamespace(num_hidden_layers=layers, index_topk=32)
+    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+
+
+def stage(first: int, *, layers: int, indexers: tuple[int, ...], drafts: int = 0) -> dict[str, KVCacheSpec]:
+    """Caches of the pipeline stage that begins with layer `first`."""
+    specs = model_specs(layers, indexers=indexers, drafts=drafts)
+    return {name: spec for name, spec in specs.items() if int(name.split(".")[2]) >= first}
+
+
+def test_a_pipeline_stage_must_begin_with_a_layer_that_selects_rows():
+    """IndexShare over two stages: vLLM does not send a selection along with the hidden states."""
+    indexers = (0, 1, 3, 5)
+    for first in indexers:
+        check_first_selection(stage(first, layers=6, indexers=indexers), sparse_model(6))
+    for first, later in ((2, 3), (4, 5)):
+        with pytest.raises(
+            UnsupportedError, match=rf"begins with layer {first},.*VLLM_PP_LAYER_PARTITION.* layer {later}$"
+        ):
+            check_first_selection(stage(first, layers=6, indexers=indexers), sparse_model(6))
+
+
+def test_a_draft_layers_indexer_selects_nothing_for_the_layers_before_it():
+    specs = stage(2, layers=3, indexers=(0, 3), drafts=1)
+    with pytest.raises(UnsupportedError, match=r"begins with layer 2,.*that has an indexer$"):
+        check_first_selection(specs, sparse_model(3))
+
+
+def test_dense_models_have_no_selection_to_miss():
+    config, _ = launch(4)
+    check_first_selection(model_specs(4), config)

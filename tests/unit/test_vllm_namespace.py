@@ -101,6 +101,8 @@ def test_equal_launches_agree(model: Path):
         {"revision": "main"},
         {"commit": "0123abc"},
         {"additional": {"kvstrata": {"indexer_cache_dtype": "int8"}}},
+        {"additional": {"kvstrata": {"main_cache_dtype": "int8"}}},
+        {"additional": {"enable_kvpp": True}},
         {"hf": {"hidden_size": 64, "kv_lora_rank": 32, "num_hidden_layers": 5}},
         {"hf": {"hidden_size": 64, "kv_lora_rank": 32, "num_hidden_layers": 4, "rope_theta": 5}},
     ],

@@ -17,7 +17,7 @@ from kvstrata.config import StoreConfig
 from kvstrata.store import registry
 from kvstrata.store.local import LocalStore
 from kvstrata.vllm import hooks, mla_layer, plugin, stores
-from kvstrata.vllm.connector import KVStrataConnector, RemoteConnector
+from kvstrata.vllm.connector import KVStrataConnector
 from kvstrata.vllm.platform import KVStrataCpuPlatform
 from kvstrata.vllm.settings import CONNECTOR_NAMES
 
@@ -81,7 +81,7 @@ def test_the_seeds_connector_names_lead_to_the_two_halves():
     assert found == {
         "KVStrataConnector": KVStrataConnector,
         "AscendStoreConnector": KVStrataConnector,
-        "SfaRemoteD2HConnector": RemoteConnector,
+        "SfaRemoteD2HConnector": KVStrataConnector,
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
 from kvstrata.vllm import platform as platform_module
 from kvstrata.vllm.platform import KVStrataCpuPlatform, serves_mla
-from kvstrata.vllm.settings import Settings, kvstrata_connectors, uses_kvstrata_connector
+from kvstrata.vllm.settings import Settings, add_connector, kvstrata_connectors, uses_kvstrata_connector
 
 
 def launch(connector: str | None = "KVStrataConnector", extra: Any = None, additional: Any = None) -> Any:
@@ -26,7 +26,9 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         model_config=SimpleNamespace(model="some/model"),
         use_v2_model_runner=False,
@@ -117,12 +119,21 @@ def test_bad_knobs_are_named_with_value_and_fix(
 @pytest.mark.parametrize(
     ("additional", "error", "words"),
     [
-        ({"enable_kvpp": True}, UnsupportedError, ["enable_kvpp"]),
+        (
+            {"kvstrata": {"kvpp_broadcast": "all"}},
+            ConfigurationError,
+            ["kvpp_broadcast='all'", "enable_kvpp"],
+        ),
         ({"enable_kvpp": "false"}, ConfigurationTypeError, ["enable_kvpp", "'false'"]),
         (
-            {"sparse_kv_offload_config": {"enabled": True}},
-            UnsupportedError,
-            ["sparse_kv_offload_config.enabled"],
+            {"sparse_kv_offload_config": {"enabled": "true"}},
+            ConfigurationTypeError,
+            ["sparse_kv_offload_config.enabled", "'true'"],
+        ),
+        (
+            {"sparse_kv_offload_config": {"topk_buffer_size": 64}},
+            ConfigurationError,
+            ["sparse_kv_offload_config.topk_buffer_size=64", "enabled to true"],
         ),
         ({"kvstrata": {"indexer_cache_dtype": "fp8"}}, ConfigurationError, ["indexer_cache_dtype", "fp8"]),
         ({"kvstrata": {"fault": "yes"}}, ConfigurationError, ["fault", "yes"]),
@@ -219,3 +230,144 @@ def test_a_model_without_mla_is_refused_with_the_connector_and_left_alone_withou
     config.kv_transfer_config = None
     KVStrataCpuPlatform.check_and_update_config(config)
     assert len(updated) == 2, "vLLM's own rules were applied both times"
+
+
+@pytest.mark.parametrize(
+    ("unit", "backend", "fits"), [(None, "local", 1), (16, "local", 1), (8, "none", 1), (8, "local", 0)]
+)
+def test_hashes_finer_than_a_block_do_not_name_store_objects(unit: int | None, backend: str, fits: int):
+    """vLLM's n-th hash would not be the n-th block's: prompts that differ within a block would share it."""
+    config = launch(extra={"backend": backend})
+    config.cache_config.prefix_match_unit = unit
+    if fits:
+        Settings.of(config).check_combination(config)
+        return
+    with pytest.raises(UnsupportedError, match=r"prefix_match_unit=8 with block_size=16.*block size"):
+        Settings.of(config).check_combination(config)
+
+
+SPARSE = {"sparse_kv_offload_config": {"enabled": True}}
+
+
+@pytest.mark.parametrize(("additional", "sparse"), [(None, False), (SPARSE, True)])
+def test_sparse_offload_is_on_where_it_is_asked_for(additional: Any, sparse: bool):
+    assert Settings.of(launch(additional=additional)).is_sparse is sparse
+
+
+def added(config: Any) -> Any:
+    add_connector(config, Settings.of(config))
+    return config.kv_transfer_config
+
+
+KVPP = {"enable_kvpp": True}
+
+
+@pytest.mark.parametrize("feature", [SPARSE, KVPP], ids=["sparse", "kvpp"])
+@pytest.mark.parametrize("transfer", [None, SimpleNamespace(kv_connector=None)])
+def test_a_feature_without_a_connector_gets_one_without_a_store(transfer: Any, feature: Any):
+    config = launch(additional=feature)
+    config.kv_transfer_config = transfer
+    made = added(config)
+    assert (made.kv_connector, made.kv_role) == ("KVStrataConnector", "kv_both")
+    connector = Settings.of(config).connector
+    assert connector is not None
+    assert connector.store.backend == "none"
+    assert added(config) is made, "once"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        launch(extra={"backend": "local"}, additional=SPARSE),
+        launch("AscendStoreConnector", additional=SPARSE),
+        launch(extra={"backend": "local"}, additional=KVPP),
+        under_multi(child("NixlConnector"), child("KVStrataConnector")),
+    ],
+)
+def test_a_feature_leaves_a_connector_of_ours_as_it_is(config: Any):
+    before = config.kv_transfer_config
+    assert added(config) is before
+
+
+@pytest.mark.parametrize("feature", [SPARSE, KVPP], ids=["sparse", "kvpp"])
+@pytest.mark.parametrize(
+    "make", [lambda: launch("NixlConnector"), lambda: under_multi(child("NixlConnector"))]
+)
+def test_a_feature_beside_other_connectors_only_is_refused_by_name(make: Any, feature: Any):
+    config = make()
+    config.additional_config = feature
+    name = config.kv_transfer_config.kv_connector
+    with pytest.raises(
+        UnsupportedError, match=rf"kv_connector={name!r}.*name KVStrataConnector instead"
+    ) as why:
+        added(config)
+    assert next(iter(feature)) in str(why.value)
+
+
+def test_sparse_offload_with_a_connector_beside_ours_is_refused_by_name():
+    """It would save and fill the caches that vLLM bound to the layers, which hold no main KV."""
+    config = under_multi(child("KVStrataConnector", backend="none"), child("NixlConnector"))
+    Settings.of(config).check_combination(config)
+    config.additional_config = SPARSE
+    with pytest.raises(UnsupportedError, match=r"kv_connector='NixlConnector'.*MultiConnector's list"):
+        Settings.of(config).check_combination(config)
+    config = under_multi(child("KVStrataConnector", backend="none"))
+    config.additional_config = SPARSE
+    Settings.of(config).check_combination(config)
+
+
+def sparse_mla(**text: Any) -> Any:
+    """What the platform reads of a launch with sparse offload; `text` is the model's text configuration."""
+    config = launch(additional=SPARSE)
+    config.kv_transfer_config = None
+    config.model_config = SimpleNamespace(
+        model="some/model",
+        use_mla=True,
+        hf_config=SimpleNamespace(model_type="deepseek_v32"),
+        hf_text_config=SimpleNamespace(**text),
+    )
+    config.scheduler_config = SimpleNamespace(
+        enable_chunked_prefill=True, max_num_batched_tokens=64, async_scheduling=True
+    )
+    config.cache_config.enable_prefix_caching = True
+    config.cache_config.user_specified_block_size = True
+    config.cache_config.block_size = 16
+    config.compilation_config = SimpleNamespace(custom_ops=["none"])
+    config.parallel_config.worker_cls = "auto"
+    return config
+
+
+def test_the_platform_adds_the_connector_for_sparse_models_and_refuses_dense_ones(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(
+        platform_module.CpuPlatform, "check_and_update_config", classmethod(lambda cls, config: None)
+    )
+    config = sparse_mla(index_topk=64)
+    KVStrataCpuPlatform.check_and_update_config(config)
+    assert config.kv_transfer_config.kv_connector == "KVStrataConnector"
+    assert config.scheduler_config.async_scheduling is True, "there is no store that loses blocks"
+    with pytest.raises(UnsupportedError, match=r"some/model.*no sparse attention.*use_layerwise"):
+        KVStrataCpuPlatform.check_and_update_config(sparse_mla())
+
+
+def test_sparse_offload_of_a_model_without_mla_is_refused_without_a_connector_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(
+        platform_module.CpuPlatform, "check_and_update_config", classmethod(lambda cls, config: None)
+    )
+    config = launch(additional=SPARSE)
+    config.kv_transfer_config = None
+    config.model_config.use_mla = False
+    with pytest.raises(UnsupportedError, match="no MLA layers"):
+        KVStrataCpuPlatform.check_and_update_config(config)
+
+
+def test_the_kept_device_cache_cannot_judge_rows_that_a_store_brought():
+    sparse = {"enabled": True, "keep_device_kv_cache": True}
+    config = launch(extra={"backend": "local"}, additional={"sparse_kv_offload_config": sparse})
+    with pytest.raises(UnsupportedError, match=r"keep_device_kv_cache=true beside a store.*backend"):
+        Settings.of(config).check_combination(config)
+    config = launch(extra={"backend": "none"}, additional={"sparse_kv_offload_config": sparse})
+    Settings.of(config).check_combination(config)

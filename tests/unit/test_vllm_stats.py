@@ -9,17 +9,20 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvstrata.move.layerwise import LayerwiseStatistics
+from kvstrata.move.owner_turns import OwnerStatistics
+from kvstrata.move.sparse import SparseStatistics
 from kvstrata.move.store_io import StoreIOStatistics
+from kvstrata.vllm.remote_stats import REMOTE_METRICS
 from kvstrata.vllm.stats import METRICS, KVStrataPromMetrics, KVStrataStats
 
 NOT_EXPORTED = {"steps"}  # vLLM counts its own steps
 
 
 def test_every_count_of_a_worker_is_a_metric():
-    counted = {
-        field.name for kind in (LayerwiseStatistics, StoreIOStatistics) for field in dataclasses.fields(kind)
-    }
-    assert counted - NOT_EXPORTED == {metric.key for metric in METRICS}
+    kinds = (LayerwiseStatistics, OwnerStatistics, StoreIOStatistics, SparseStatistics)
+    counted = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    counted |= {metric.key for metric in REMOTE_METRICS}  # see test_vllm_remote_stats
+    assert counted - NOT_EXPORTED | {"own_host_pool_bytes"} == {metric.key for metric in METRICS}
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.doc.endswith(".") for metric in METRICS)
 
@@ -58,9 +61,13 @@ def test_prometheus_counters_add_reports_for_each_engine():
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, registry=registry, **kwargs)
 
+    class GaugeHere(Gauge):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, registry=registry, **kwargs)
+
     metrics = KVStrataPromMetrics(
         SimpleNamespace(kv_transfer_config=None),
-        {Gauge: Gauge, Counter: Here, Histogram: Histogram},
+        {Gauge: GaugeHere, Counter: Here, Histogram: Histogram},
         ["model_name", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
@@ -75,4 +82,8 @@ def test_prometheus_counters_add_reports_for_each_engine():
     assert read(names["loaded_bytes"], "0") == 7
     assert read(names["loaded_bytes"], "1") == 1
     assert read(names["save_wait_s"], "0") == 0.5
-    assert all(read(metric.name, "1") is not None for metric in METRICS), "a series from the start"
+    counters = [metric.name for metric in METRICS if not metric.is_gauge]
+    assert all(read(name, "1") is not None for name in counters), "a series from the start"
+    metrics.observe({"own_host_pool_bytes": 64}, engine_idx=1)
+    (gauge,) = (metric.name for metric in METRICS if metric.key == "own_host_pool_bytes")
+    assert registry.get_sample_value(gauge, {"model_name": "m", "engine": "1"}) == 64

@@ -23,17 +23,18 @@ from vllm.v1.kv_cache_interface import (
 
 from kvstrata.core.layers import Component
 from kvstrata.errors import DeadlineExceeded
-from kvstrata.move.layerwise import SAVE_LANE
+from kvstrata.move.carrier import SAVE_LANE
 from kvstrata.move.step import StepBlocks
 from kvstrata.move.store_io import FETCH_LANE
 from kvstrata.store.base import ReadLease, Status, StoreKey
 from kvstrata.store.faulty import FaultyStore, on
 from kvstrata.store.local import LocalStore
-from kvstrata.vllm.data_path import DataPath, _slot_ranges, _windows
+from kvstrata.vllm.layerwise_path import LayerwisePath
 from kvstrata.vllm.layout import place_tensors, plan_layout
 from kvstrata.vllm.settings import Settings
 from kvstrata.vllm.stats import METRICS
 from kvstrata.vllm.transfers import Fetch, Put, StepTransfers
+from kvstrata.vllm.windows import slot_ranges, windows_of
 
 BLOCKS, TOKENS, ROW = 6, 4, 8
 LAYERS = 4  # and one draft layer
@@ -86,7 +87,7 @@ class Worker:
             )
             for tensor in placed.kv_cache_tensors
         }
-        self.path = DataPath(
+        self.path = LayerwisePath(
             layout=self.layout,
             kv_caches=self.caches,
             settings=settings,
@@ -316,8 +317,8 @@ def test_A1_figures_are_the_bytes_of_the_tensors(make):  # noqa: N802
 
 def test_M2_a_slots_range_covers_its_main_and_indexer_windows_and_no_other_slots(make):  # noqa: N802
     worker = make()
-    windows = _windows(worker.layout, worker.caches)
-    ranges = _slot_ranges(worker.layout, windows)
+    windows = windows_of(worker.layout, worker.caches)
+    ranges = slot_ranges(worker.layout, windows)
     assert sum(item.size_bytes for item in ranges.values()) == worker.memory.numel() * 4
     for (layer, component), view in windows.items():
         physical = ranges[worker.layout.plan.slot_of(layer)]

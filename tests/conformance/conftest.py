@@ -1,0 +1,67 @@
+"""Fixtures of the tests of transports: one member after the other, producers in their own processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from transport_cases import BIG, BIG_BYTES, FAMILIES, FAR, FAR_BYTES, KIB, MIB, REGIONS, SECRET, Family
+
+from kvstrata.remote.holds import Hold
+from kvstrata.remote.transports.base import Reader
+from kvstrata.remote.transports.testing import Memory, ProducerProcess
+
+
+@pytest.fixture(params=FAMILIES, scope="session")
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]()
+
+
+@pytest.fixture(scope="session")
+def producers() -> Iterator[dict[str, ProducerProcess]]:
+    """One a transport, for the tests that leave it as it was."""
+    made: dict[str, ProducerProcess] = {}
+    yield made
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture
+def producer(family: Family, producers: dict[str, ProducerProcess]) -> ProducerProcess:
+    if family.inner not in producers:
+        made = ProducerProcess(family.inner, REGIONS, secret=SECRET)
+        producers[family.inner] = made
+        made.fill(0, 0, REGIONS[0], salt=1)
+        made.fill(1, 0, REGIONS[1], salt=1)
+        made.fill(2, FAR, FAR_BYTES, salt=1)
+        made.fill(BIG, 0, BIG_BYTES, salt=1)
+    return producers[family.inner]
+
+
+@pytest.fixture
+def own_producer(family: Family) -> Iterator[ProducerProcess]:
+    """One for the tests that end it."""
+    with ProducerProcess(family.inner, (*[4 * KIB] * BIG, BIG_BYTES), secret=SECRET) as made:
+        made.fill(BIG, 0, BIG_BYTES, salt=1)
+        yield made
+
+
+@pytest.fixture
+def hold(producer: ProducerProcess) -> Iterator[Hold]:
+    hold = producer.grant()
+    yield hold
+    producer.revoke(hold)
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = Memory(4 * MIB)
+    yield memory
+    memory.check()
+
+
+@pytest.fixture
+def reader(family: Family, producer: ProducerProcess, memory: Memory) -> Iterator[Reader]:
+    reader = family.connect(producer.ticket, memory)
+    yield reader
+    reader.close()

@@ -1,0 +1,144 @@
+"""Render docs/support_matrix.md: `python tests/support_matrix.py > docs/support_matrix.md`.
+
+A cell is a test that says, by `pytest.mark.features`, that it runs the features together in one engine, or a
+refusal from `support_facts.py`, or nothing. Tests are collected in a process of their own; no engine starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support_facts import NAMES, RULES, Rule
+
+ROOT = Path(__file__).parents[1]
+COLLECTION_DEADLINE_S = 300
+
+Engine = frozenset[str]
+Engines = frozenset[Engine]
+
+HOMES = frozenset({"layerwise", "sparse", "kvpp"})
+"""Where an engine keeps its KV, if not on the device: see docs/design.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A test, all parameter sets of it that run the same, and the features of each of its engines."""
+
+    test: str  # its id; without parameters if they make no difference
+    engines: Engines
+
+
+def collect() -> tuple[Run, ...]:
+    """Return what the end-to-end tests of CI say they run, in their order; takes half a minute.
+
+    Raises AssertionError with pytest's output if it cannot collect.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "marks.json"
+        command = [sys.executable, __file__, "--collect-into", str(result)]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=COLLECTION_DEADLINE_S, check=False
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return merged(json.loads(result.read_text()))
+
+
+def merged(marked: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> tuple[Run, ...]:
+    """Join a test's parameter sets where all of them run the same; `marked` is (id, features by engine)."""
+    engines_of = {test: frozenset(map(frozenset, engines)) for test, engines in marked}
+    by_function: dict[str, dict[str, Engines]] = {}
+    for test, engines in engines_of.items():
+        by_function.setdefault(test.partition("[")[0], {})[test] = engines
+    runs: list[Run] = []
+    for function, sets in by_function.items():
+        alike = len(set(sets.values())) == 1
+        named = {function: next(iter(sets.values()))} if alike else sets
+        runs += [Run(test=test, engines=engines) for test, engines in named.items() if engines]
+    return tuple(runs)
+
+
+class _Marks:
+    """A plugin of pytest that writes down marks instead of running tests."""
+
+    def __init__(self, into: Path) -> None:
+        self._into = into
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        # What `make faults` runs is not in CI.
+        items = [item for item in session.items if item.get_closest_marker("faults") is None]
+        marks = [(item.nodeid, [mark.args for mark in item.iter_markers("features")]) for item in items]
+        self._into.write_text(json.dumps(marks))
+
+
+def _collect_into(path: Path) -> int:
+    import pytest
+
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "tests/e2e"]
+    return int(pytest.main(options, plugins=[_Marks(path)]))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What is known of every set of features in one engine."""
+
+    runs: tuple[Run, ...]
+
+    def rule(self, features: Iterable[str]) -> Rule | None:
+        """The first rule against them, if there is one."""
+        wanted = frozenset(features)
+        return next((rule for rule in RULES if rule.features <= wanted), None)
+
+    def run(self, features: Iterable[str]) -> Run | None:
+        """The test of an engine with these and as few others as there is."""
+        wanted = frozenset(features)
+        sizes = [
+            (min(len(engine) for engine in run.engines if wanted <= engine), at)
+            for at, run in enumerate(self.runs)
+            if any(wanted <= engine for engine in run.engines)
+        ]
+        return self.runs[min(sizes)[1]] if sizes else None
+
+    def transfer(self, prefill: Engine, decode: Engine) -> Run | None:
+        """The first test of a prefill and a decode engine that keep their KV in these ways."""
+
+        def has(run: Run, role: str, home: Engine) -> bool:
+            return any(role in engine and engine & HOMES == home for engine in run.engines)
+
+        return next((r for r in self.runs if has(r, "prefill", prefill) and has(r, "decode", decode)), None)
+
+    def verdict(self, features: Iterable[str]) -> str:
+        """One of "tested", "ruled out" and "not tested"."""
+        wanted = frozenset(features)
+        if self.rule(wanted) is not None:
+            return "ruled out"
+        return "not tested" if self.run(wanted) is None else "tested"
+
+    def untested_pairs(self) -> list[tuple[str, str]]:
+        """The pairs, in the features' order, that are neither run by a test nor ruled out."""
+        pairs = itertools.combinations(NAMES, 2)
+        return [pair for pair in pairs if self.rule(pair) is None and self.run(pair) is None]
+
+    def counts(self, size: int) -> dict[str, int]:
+        """How many sets of that size are tested, refused, without effect and not tested."""
+        found = dict.fromkeys(("tested", "refused", "no effect", "not tested"), 0)
+        for features in itertools.combinations(NAMES, size):
+            rule = self.rule(features)
+            run = self.run(features)
+            found[rule.effect if rule is not None else "not tested" if run is None else "tested"] += 1
+        return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--collect-into"]:
+        sys.exit(_collect_into(Path(sys.argv[2])))
+    from support_page import render
+
+    print(render(Matrix(collect())), end="")
