@@ -69,6 +69,11 @@ SESSION_ROWS = {
         lambda end: end.open("u", generation=8),
         [Hello],
     ),
+    (SessionState.REFUSED, SessionEvent.RESTART): (
+        lambda: refused_for(0),
+        lambda end: end.hear(Refused, epoch="c2", is_stale=True),
+        [],
+    ),
 }
 
 
@@ -80,6 +85,24 @@ def test_every_row_of_the_sessions_table_is_as_it_says(row):
     happens(end)
     assert end.kinds() == done
     assert sessions_of(end) is SESSION_MOVES.rows[row].to
+
+
+def test_what_a_refusal_ended_is_told_to_the_life_that_follows():
+    """Simulator seed 10554: the refused transfer was expected by a decode that had just been restarted."""
+    end = refused_for(0)
+    end.hear(Refused, epoch="c2", is_stale=True)
+    end.wait(LEASE_S / 4)
+    told = [message for message in end.take() if isinstance(message, Abort)]
+    assert told
+    assert {message.peer_epoch for message in told} == {""}
+    end.open("u", generation=8)
+    assert end.kinds() == [Hello]
+
+
+def test_that_it_is_not_known_to_the_life_that_refused_is_no_news():
+    end = refused_for(0)
+    end.hear(Refused, is_stale=True)
+    assert sessions_of(end) is SessionState.REFUSED
 
 
 def sessions_of(end: ProducerEnd) -> SessionState:

@@ -60,6 +60,9 @@ SESSION_MOVES = Moves[SessionState, SessionEvent](
             SessionState.WELCOMED, "send Open for every transfer that waits, again"
         ),
         (SessionState.REFUSED, SessionEvent.RETRY): Move(SessionState.CONNECTING, "send Hello"),
+        (SessionState.REFUSED, SessionEvent.RESTART): Move(
+            SessionState.CONNECTING, "the refusal is void; Abort of what it ended is for whoever lives there"
+        ),
     }
 )
 
@@ -152,6 +155,10 @@ class Session:
         return self._move(event)
 
     def _stale(self, message: Refused, now_s: float) -> SessionEvent | None:
+        if self.state is SessionState.REFUSED and message.epoch != self.peer_epoch:
+            # Not put among the former lives: should this message be the late one, nothing is lost.
+            self.peer_epoch = ""
+            return self._move(SessionEvent.RESTART)
         if not self.is_welcomed:
             return None
         if message.epoch == self.peer_epoch:
