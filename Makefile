@@ -6,7 +6,7 @@ READY := .venv/.kvstrata-ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit e2e faults bench docs clean
+.PHONY: help setup demo test test-all lint unit e2e bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,11 +37,12 @@ unit: $(READY) ## Tests that start no engine
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance
 
 e2e: $(READY) ## Tests that start real vLLM engines
-	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults" -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/e2e -m "whole_machine and not faults"
+	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults and not extended" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -m "whole_machine and not faults and not extended"
 
-faults: $(READY) ## Engines behind the proxy killed, stopped and restarted in mid-transfer; wants an idle machine
-	$(BIN)/python -m pytest tests/e2e -m faults
+test-all: lint unit ## `make test` and the end-to-end tests that it leaves out: other settings, engines killed (hours)
+	$(BIN)/python -m pytest tests/e2e -m "not whole_machine" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e -m "whole_machine"
 
 bench: $(READY) ## All benchmarks against plain vLLM and memcpy; leaves build/bench-*.json
 	$(BIN)/kvstrata bench residency --json build/bench-residency.json

@@ -148,6 +148,23 @@ RULES = (
         "::test_fault_11_asynchronous_scheduling_goes_where_a_lost_block_could_not_be_recomputed",
         effect="no effect",
     ),
+    Rule(
+        features=frozenset({"pp", "async"}),
+        words="Model Runner V1 does not support it with pipeline_parallel_size=",
+        test="tests/unit/test_vllm_settings.py"
+        "::test_asynchronous_scheduling_goes_where_there_are_pipeline_stages",
+        effect="no effect",
+    ),
+    Rule(
+        features=frozenset({"pp", "mtp"}),
+        words="vLLM 0.32 starts no pipeline stage without the draft layer; set pipeline_parallel_size to 1",
+        test="tests/unit/test_vllm_settings.py::test_drafts_with_a_cache_are_refused_with_pipeline_stages",
+    ),
+    Rule(
+        features=frozenset({"pp", "compiled"}),
+        words="vLLM 0.32 runs no compiled pipeline stages on CPU; add --enforce-eager",
+        test="tests/unit/test_vllm_platform.py::test_traced_pipeline_stages_are_refused_by_name",
+    ),
 )
 
 

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,15 @@ class Run:
 
     test: str  # its id; without parameters if they make no difference
     engines: Engines
+    is_in_ci: bool = True  # by one of its parameter sets at least; else `make test-all` runs it
 
 
-def collect() -> tuple[Run, ...]:
-    """Return what the end-to-end tests of CI say they run, in their order; takes half a minute.
+Mark = tuple[str, list[list[str]], bool]
+"""A test's id, the features of each of its engines, whether CI runs it."""
+
+
+def collect() -> list[Mark]:
+    """Return what the end-to-end tests say they run, in their order; takes half a minute.
 
     Raises AssertionError with pytest's output if it cannot collect.
     """
@@ -48,20 +53,21 @@ def collect() -> tuple[Run, ...]:
             command, cwd=ROOT, capture_output=True, text=True, timeout=COLLECTION_DEADLINE_S, check=False
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return merged(json.loads(result.read_text()))
+        return [(test, engines, is_in_ci) for test, engines, is_in_ci in json.loads(result.read_text())]
 
 
-def merged(marked: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> tuple[Run, ...]:
-    """Join a test's parameter sets where all of them run the same; `marked` is (id, features by engine)."""
-    engines_of = {test: frozenset(map(frozenset, engines)) for test, engines in marked}
-    by_function: dict[str, dict[str, Engines]] = {}
-    for test, engines in engines_of.items():
-        by_function.setdefault(test.partition("[")[0], {})[test] = engines
+def merged(marked: Iterable[Mark]) -> tuple[Run, ...]:
+    """Join a test's parameter sets where all of them run the same."""
+    sets_of: dict[str, list[Run]] = {}
+    for test, engines, is_in_ci in marked:
+        run = Run(test=test, engines=frozenset(map(frozenset, engines)), is_in_ci=is_in_ci)
+        sets_of.setdefault(test.partition("[")[0], []).append(run)
     runs: list[Run] = []
-    for function, sets in by_function.items():
-        alike = len(set(sets.values())) == 1
-        named = {function: next(iter(sets.values()))} if alike else sets
-        runs += [Run(test=test, engines=engines) for test, engines in named.items() if engines]
+    for function, sets in sets_of.items():
+        if len({run.engines for run in sets}) == 1:
+            is_in_ci = any(run.is_in_ci for run in sets)
+            sets = [Run(test=function, engines=sets[0].engines, is_in_ci=is_in_ci)]
+        runs += [run for run in sets if run.engines]
     return tuple(runs)
 
 
@@ -72,9 +78,14 @@ class _Marks:
         self._into = into
 
     def pytest_collection_finish(self, session: Any) -> None:
-        # What `make faults` runs is not in CI.
-        items = [item for item in session.items if item.get_closest_marker("faults") is None]
-        marks = [(item.nodeid, [mark.args for mark in item.iter_markers("features")]) for item in items]
+        marks = [
+            (
+                item.nodeid,
+                [mark.args for mark in item.iter_markers("features")],
+                not any(item.get_closest_marker(name) for name in ("faults", "extended")),
+            )
+            for item in session.items
+        ]
         self._into.write_text(json.dumps(marks))
 
 
@@ -97,14 +108,14 @@ class Matrix:
         return next((rule for rule in RULES if rule.features <= wanted), None)
 
     def run(self, features: Iterable[str]) -> Run | None:
-        """The test of an engine with these and as few others as there is."""
+        """The test of an engine with these: one of CI if there is one, and with as few others as there is."""
         wanted = frozenset(features)
         sizes = [
-            (min(len(engine) for engine in run.engines if wanted <= engine), at)
+            (not run.is_in_ci, min(len(engine) for engine in run.engines if wanted <= engine), at)
             for at, run in enumerate(self.runs)
             if any(wanted <= engine for engine in run.engines)
         ]
-        return self.runs[min(sizes)[1]] if sizes else None
+        return self.runs[min(sizes)[-1]] if sizes else None
 
     def transfer(self, prefill: Engine, decode: Engine) -> Run | None:
         """The first test of a prefill and a decode engine that keep their KV in these ways."""
@@ -122,9 +133,9 @@ class Matrix:
         return "not tested" if self.run(wanted) is None else "tested"
 
     def untested_pairs(self) -> list[tuple[str, str]]:
-        """The pairs, in the features' order, that are neither run by a test nor ruled out."""
-        pairs = itertools.combinations(NAMES, 2)
-        return [pair for pair in pairs if self.rule(pair) is None and self.run(pair) is None]
+        """The pairs, in the features' order, that are neither run by a test of CI nor ruled out."""
+        pairs = [pair for pair in itertools.combinations(NAMES, 2) if self.rule(pair) is None]
+        return [pair for pair in pairs if (run := self.run(pair)) is None or not run.is_in_ci]
 
     def counts(self, size: int) -> dict[str, int]:
         """How many sets of that size are tested, refused, without effect and not tested."""
@@ -141,4 +152,4 @@ if __name__ == "__main__":
         sys.exit(_collect_into(Path(sys.argv[2])))
     from support_page import render
 
-    print(render(Matrix(collect())), end="")
+    print(render(Matrix(merged(collect()))), end="")

@@ -63,7 +63,8 @@ pair that is not tested, no triple is.
 _TESTS = """\
 ## Tests
 
-What CI runs; `make faults` runs more. The features of several engines are separated by semicolons.
+What CI runs, and after that what only `make test-all` does. The features of several engines are separated by
+semicolons.
 """
 
 _PREFILL_HOMES = ((), ("layerwise",), ("sparse",), ("kvpp",), ("layerwise", "kvpp"))
@@ -205,8 +206,11 @@ def _triples(matrix: Matrix) -> Iterator[str]:
 
 
 def _tests(matrix: Matrix, numbers: dict[str, str]) -> Iterator[str]:
-    rows = ((numbers[run.test], f"`{run.test}`", _engines(run)) for run in matrix.runs)
-    yield from _table(("", "test", "runs together"), rows)
+    for is_in_ci in (True, False):
+        runs = [run for run in matrix.runs if run.is_in_ci is is_in_ci]
+        rows = ((numbers[run.test], f"`{run.test}`", _engines(run)) for run in runs)
+        yield from _table(("", "test of CI" if is_in_ci else "test beyond", "runs together"), rows)
+        yield ""
 
 
 def _engines(run: Run) -> str:

@@ -31,12 +31,16 @@ import references
 from checks import NEW_TOKENS, ModelOf, PlainAnswers, Prompts, TransformersTokens, Truth
 from engines import Outcome, open_engine
 from models import RECIPES, Model, build_seeded, trained
+from support_tiers import left_out
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    later = left_out()
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            if item.nodeid in later:
+                item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session")

@@ -203,10 +203,16 @@ class Fleet:
 
     def start(self, *given: tuple[str, dict[str, Any], str]) -> list[PdEngine]:
         """Start engines at the same time: name, arguments, CPUs. Returns once all of them answer."""
+        return self.start_given(
+            *((name, engine_arguments(self.model, **arguments), cpus) for name, arguments, cpus in given)
+        )
+
+    def start_given(self, *given: tuple[str, dict[str, Any], str]) -> list[PdEngine]:
+        """As `start`, with all the arguments that an engine takes."""
         engines = []
         for name, arguments, cpus in given:
             log = self._directory / f"{len(self._started)}-{name}.log"
-            engine = PdEngine(name, engine_arguments(self.model, **arguments), cpus=cpus, log=log)
+            engine = PdEngine(name, arguments, cpus=cpus, log=log)
             self._started.append(engine)
             engines.append(engine)
         with ThreadPoolExecutor(len(engines)) as pool:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from support_facts import LIMITS, NAMES, NEEDS, OURS, RULES
 from support_gaps import NOT_TESTED_PAIRS
-from support_matrix import Matrix, Run, collect, merged
+from support_matrix import Mark, Matrix, Run, collect, merged
 from support_page import pairs_of, render
+from support_tiers import left_out
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "support_matrix.md"
@@ -20,8 +21,13 @@ LISTED = [pair for pairs in NOT_TESTED_PAIRS.values() for pair in pairs_of(pairs
 
 
 @pytest.fixture(scope="module")
-def matrix() -> Matrix:
-    return Matrix(collect())
+def marks() -> list[Mark]:
+    return collect()
+
+
+@pytest.fixture(scope="module")
+def matrix(marks: list[Mark]) -> Matrix:
+    return Matrix(merged(marks))
 
 
 @pytest.mark.slow
@@ -98,26 +104,27 @@ def test_rules_name_known_features_and_none_follows_from_another():
         assert not one.features <= other.features
 
 
-def run(test: str, *engines: str) -> Run:
-    return Run(test=test, engines=frozenset(frozenset(engine.split("+")) for engine in engines))
+def run(test: str, *engines: str, is_in_ci: bool = True) -> Run:
+    features = frozenset(frozenset(engine.split("+")) for engine in engines)
+    return Run(test=test, engines=features, is_in_ci=is_in_ci)
 
 
 def test_parameter_sets_are_told_apart_only_where_they_run_something_else():
     runs = merged(
         [
-            ("a.py::alike[x]", [["store", "tp"]]),
-            ("a.py::alike[y]", [["tp", "store"]]),
-            ("a.py::apart[x]", [["store"]]),
-            ("a.py::apart[y]", [["store", "pp"]]),
-            ("a.py::apart[z]", []),
-            ("a.py::silent", []),
-            ("a.py::pair", [["prefill"], ["decode", "sparse"]]),
+            ("a.py::alike[x]", [["store", "tp"]], False),
+            ("a.py::alike[y]", [["tp", "store"]], True),
+            ("a.py::apart[x]", [["store"]], True),
+            ("a.py::apart[y]", [["store", "pp"]], False),
+            ("a.py::apart[z]", [], True),
+            ("a.py::silent", [], True),
+            ("a.py::pair", [["prefill"], ["decode", "sparse"]], True),
         ]
     )
     assert runs == (
         run("a.py::alike", "store+tp"),
         run("a.py::apart[x]", "store"),
-        run("a.py::apart[y]", "store+pp"),
+        run("a.py::apart[y]", "store+pp", is_in_ci=False),
         run("a.py::pair", "prefill", "decode+sparse"),
     )
 
@@ -131,6 +138,20 @@ def test_a_cell_shows_the_test_with_the_fewest_other_features_of_one_engine():
     assert matrix.verdict(("tp", "store")) == "tested"
     assert matrix.verdict(("kvpp", "store")) == "not tested"
     assert matrix.verdict(("kvpp", "sparse", "tp")) == "ruled out"
+
+
+def test_a_cell_prefers_a_test_of_ci_and_a_pair_without_one_counts_as_not_tested():
+    later, large = run("later", "store+tp", is_in_ci=False), run("large", "layerwise+store+tp")
+    assert Matrix((later, large)).run(("tp", "store")) is large
+    assert Matrix((later,)).run(("tp", "store")) is later
+    assert ("store", "tp") in Matrix((later,)).untested_pairs()
+    assert ("store", "tp") not in Matrix((later, large)).untested_pairs()
+
+
+@pytest.mark.slow
+def test_what_make_test_leaves_out_exists(marks: list[Mark]):
+    assert left_out()
+    assert sorted(left_out() - {test for test, *_ in marks}) == []
 
 
 def test_a_transfer_is_told_by_how_each_end_keeps_its_kv():

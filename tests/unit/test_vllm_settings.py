@@ -30,6 +30,7 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        speculative_config=None,
         model_config=SimpleNamespace(model="some/model"),
         use_v2_model_runner=False,
     )
@@ -211,6 +212,28 @@ def test_fault_11_asynchronous_scheduling_goes_where_a_lost_block_could_not_be_r
     config = launch(extra={"backend": backend})
     Settings.of(config).check_combination(config)
     assert config.scheduler_config.async_scheduling is stays
+
+
+def test_asynchronous_scheduling_goes_where_there_are_pipeline_stages():
+    config = launch(extra={"backend": "none"})
+    config.parallel_config.pipeline_parallel_size = 2
+    Settings.of(config).check_combination(config)
+    assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize(("has_cache", "refused"), [(True, True), (False, False)], ids=["mtp", "ngram"])
+def test_drafts_with_a_cache_are_refused_with_pipeline_stages(has_cache: bool, refused: bool):
+    config = launch()
+    config.speculative_config = SimpleNamespace(method="mtp", uses_draft_kv_cache=lambda: has_cache)
+    Settings.of(config).check_combination(config)
+    config.parallel_config.pipeline_parallel_size = 2
+    if not refused:
+        Settings.of(config).check_combination(config)
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"speculative_config.method=mtp: .*pipeline_parallel_size to 1"
+    ):
+        Settings.of(config).check_combination(config)
 
 
 def test_a_model_without_mla_is_refused_with_the_connector_and_left_alone_without(

@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
+
+from kvstrata.errors import UnsupportedError
 
 from .halves import merge_halves
 from .kvpp_checks import check_kvpp
@@ -92,6 +95,7 @@ class KVStrataCpuPlatform(CpuPlatform):
         check_main_cache(vllm_config, settings)
         check_remote(vllm_config, settings)
         check_kvpp(vllm_config, settings)
+        refuse_compiled_stages(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker"):
             parallel.worker_cls = _WORKER
@@ -110,6 +114,23 @@ class KVStrataCpuPlatform(CpuPlatform):
             super().register_triton_kernel_overrides()
         finally:
             sys.modules.update(hidden)
+
+
+def refuse_compiled_stages(vllm_config: VllmConfig) -> None:
+    """Refuse pipeline stages of a traced model by name.
+
+    Stock fault: vLLM 0.32's CPU runner passes traced stages no buffers for what the stage before computed,
+    which ends in an assertion or in memory that is not theirs.
+    """
+    from vllm.config import CompilationMode
+
+    stages, mode = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.compilation_config.mode
+    is_traced = mode not in (None, CompilationMode.NONE) and not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+    if stages > 1 and is_traced:
+        raise UnsupportedError(
+            f"pipeline_parallel_size={stages} with compilation_config.mode={mode.name}: vLLM 0.32 runs no "
+            "compiled pipeline stages on CPU; add --enforce-eager"
+        )
 
 
 def serves_mla(vllm_config: VllmConfig) -> bool:

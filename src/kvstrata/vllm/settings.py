@@ -91,14 +91,7 @@ class Settings:
                 "KV of every layer in host memory and passes prompts through a window of its own"
             )
         _settle_load_failure_policy(vllm_config)
-        if self.connector.store.backend != "none" and vllm_config.scheduler_config.async_scheduling:
-            # vLLM 0.32 recomputes with the placeholders of steps in flight and ends in an index error.
-            vllm_config.scheduler_config.async_scheduling = False
-            logger.warning(
-                "async_scheduling set to False: with it vLLM %s cannot recompute a block the store lost; "
-                'set backend to "none" to keep it',
-                "0.32",
-            )
+        _settle_async_scheduling(vllm_config, self.connector.store)
 
 
 def _parse(name: str, extra_config: dict[str, Any]) -> ConnectorConfig:
@@ -182,8 +175,25 @@ def _settle_load_failure_policy(vllm_config: VllmConfig) -> None:
         )
 
 
+def _settle_async_scheduling(vllm_config: VllmConfig, store: StoreConfig) -> None:
+    """Turn it off where vLLM 0.32 would go wrong with it: it checks neither when it is asked for by name."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if not vllm_config.scheduler_config.async_scheduling:
+        return
+    if store.backend != "none":
+        # It recomputes with the placeholders of steps in flight and ends in an index error.
+        why = 'vLLM 0.32 cannot recompute a block the store lost; set backend to "none" to keep it'
+    elif stages > 1:
+        why = f"Model Runner V1 does not support it with pipeline_parallel_size={stages}"
+    else:
+        return
+    vllm_config.scheduler_config.async_scheduling = False
+    logger.warning("async_scheduling set to False: with it %s", why)
+
+
 def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    drafts = vllm_config.speculative_config
     table: list[tuple[bool, str, Any, str]] = [
         (
             parallel.decode_context_parallel_size > 1,
@@ -214,6 +224,12 @@ def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
             "VLLM_USE_V2_MODEL_RUNNER",
             1,
             "the layer hooks need Model Runner V1; unset it",
+        ),
+        (
+            drafts is not None and drafts.uses_draft_kv_cache() and parallel.pipeline_parallel_size > 1,
+            "speculative_config.method",
+            drafts and drafts.method,
+            "vLLM 0.32 starts no pipeline stage without the draft layer; set pipeline_parallel_size to 1",
         ),
     ]
     return [(knob, value, why) for refused, knob, value, why in table if refused]
