@@ -23,8 +23,11 @@ TIMED = (
     "e2e/test_e2e_pd",
 )
 
+ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)
+"""A second chance would find nothing left to interrupt."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name in item.path.as_posix() for name in TIMED):
+        if any(name in item.path.as_posix() for name in TIMED) and item.name not in ENDS_ITS_WORLD:
             item.add_marker(pytest.mark.flaky(reruns=1))

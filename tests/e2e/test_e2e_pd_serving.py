@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ pytestmark = pytest.mark.whole_machine
 # Without a store: no prompt has been computed by an earlier launch, and nothing is kept for a later one.
 CONFIG = json.dumps({"remote_lease_s": 3, "remote_wait_s": 8, "backend": "none"})
 LONG_TOKENS = 1600
+GONE_DEADLINE_S = 10
 QUESTION = "The pass key is 48213.\nWhat is the pass key?"
 
 
@@ -327,13 +327,14 @@ def test_an_interrupt_leaves_no_process_no_memory_and_no_port(world: World) -> N
         until(lambda: launch.in_flight("decode") == 1, "decode at work")
         launch.process.send_signal(signal.SIGINT)
         response = pending.response()
-    assert response.status_code in (200, 502, 503), response.text
+    assert response.status_code == 200 or response.json()["error"]["code"] >= 500, response.text
     assert launch.process.wait(WAIT_S) == 0, launch.log_ends()
-    assert not [process for process in family if not is_gone(process)]
-    assert [path for path in world.memory_seen if os.path.exists(path)] == []
-    for port in set(ports):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+    # Helpers of libraries, which no signal of the launcher reaches, see from a closed pipe that they are done.
+    until(lambda: all(map(is_gone, family)), f"the end of {family}", GONE_DEADLINE_S)
+    until(
+        lambda: not any(map(os.path.exists, world.memory_seen)), "the end of shared memory", GONE_DEADLINE_S
+    )
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert sorted(listening & set(ports)) == []
     assert "Traceback" not in launch.said()
     assert "not all processes ended" not in launch.said()
