@@ -9,7 +9,7 @@ READY := .venv/.kvstrata-ready
 .PHONY: help setup demo test test-all lint unit e2e bench docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv and install the pinned environment (a no-op when nothing changed)
 
@@ -34,7 +34,8 @@ lint: $(READY) ## Style and strict types
 	$(BIN)/mypy
 
 unit: $(READY) ## Tests that start no engine
-	$(BIN)/python -m pytest tests/unit tests/property tests/conformance
+	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "not timed" -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m timed
 
 e2e: $(READY) ## Tests that start real vLLM engines
 	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults and not extended" -n 2 --dist loadfile

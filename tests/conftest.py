@@ -29,5 +29,7 @@ ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name in item.path.as_posix() for name in TIMED) and item.name not in ENDS_ITS_WORLD:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        if any(name in item.path.as_posix() for name in TIMED):
+            item.add_marker(pytest.mark.timed)
+            if item.name not in ENDS_ITS_WORLD:
+                item.add_marker(pytest.mark.flaky(reruns=1))

@@ -329,7 +329,7 @@ def test_an_interrupt_leaves_no_process_no_memory_and_no_port(world: World) -> N
         response = pending.response()
     assert response.status_code == 200 or response.json()["error"]["code"] >= 500, response.text
     assert launch.process.wait(WAIT_S) == 0, launch.log_ends()
-    # Helpers of libraries, which no signal of the launcher reaches, see from a closed pipe that they are done.
+    # Helpers of libraries, which no signal of the launcher reaches, see from closed pipes that they are done.
     until(lambda: all(map(is_gone, family)), f"the end of {family}", GONE_DEADLINE_S)
     until(
         lambda: not any(map(os.path.exists, world.memory_seen)), "the end of shared memory", GONE_DEADLINE_S

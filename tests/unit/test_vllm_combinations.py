@@ -36,6 +36,7 @@ def launch(*, role: str = "kv_both", tp: int = 1, pp: int = 1, additional: Any =
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        speculative_config=None,
         use_v2_model_runner=False,
     )
 

@@ -355,7 +355,7 @@ def sparse_mla(**text: Any) -> Any:
     config.cache_config.enable_prefix_caching = True
     config.cache_config.user_specified_block_size = True
     config.cache_config.block_size = 16
-    config.compilation_config = SimpleNamespace(custom_ops=["none"])
+    config.compilation_config = SimpleNamespace(custom_ops=["none"], mode=None)
     config.parallel_config.worker_cls = "auto"
     return config
 
