@@ -1,0 +1,157 @@
+"""The producer's memory served by a process of its own, so that a library's crash ends no engine.
+
+A library that finds its network in a state it did not expect may abort the whole process: UCX does when it
+answers a reader that has given up. The child maps the same memory, runs the library, ends with its parent.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from kvstrata.errors import ConfigurationError, DeadlineExceeded
+from kvstrata.memory.region import HostRegion
+from kvstrata.remote.transports.engines.base import EngineLibrary
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0
+"""A library may look at every network device first."""
+ANSWER_S = 5.0
+CLOSE_S = 5.0
+_MODULE = "kvstrata.remote.transports.engines.serve"
+
+
+class OwnerProcess:
+    """Serves `regions` with a library. Any thread may call."""
+
+    def __init__(self, library: EngineLibrary, regions: Sequence[HostRegion], *, host: str) -> None:
+        """Raises ConfigurationError if the library refuses, DeadlineExceeded if it does not answer."""
+        self._library = library.name
+        self._lock = threading.Lock()
+        self._closing = False
+        self._told = 0
+        descriptors = [region.fileno() for region in regions]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=descriptors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self.pid = self._process.pid
+        question = {
+            "library": library.name,
+            "options": dict(library.options),
+            "host": host,
+            "parent": os.getpid(),
+            "regions": [[fd, region.size_bytes] for fd, region in zip(descriptors, regions, strict=True)],
+        }
+        try:
+            answer = json.loads(self._ask(question, START_S))
+        except BaseException:
+            self._end()
+            raise
+        if "error" in answer:
+            self._end()
+            raise ConfigurationError(
+                f"transfer_backend={library.name!r} cannot serve here: {answer['error']}"
+            )
+        self.peer = base64.b64decode(answer["peer"])
+        self.addresses: tuple[int, ...] = tuple(answer["addresses"])
+        self._watcher = threading.Thread(
+            target=self._watch, name=f"kvstrata-{library.name}-owner", daemon=True
+        )
+        self._watcher.start()
+
+    def told(self) -> int:
+        """How many reads the library was notified of; the last known number if it does not answer."""
+        with self._lock:
+            if not self._closing:
+                with contextlib.suppress(ConfigurationError, DeadlineExceeded, ValueError):
+                    self._told = int(self._ask("told", ANSWER_S))
+            return self._told
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, wanted or not."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the process. Harmless to repeat."""
+        with self._lock:
+            if self._closing:
+                return
+            with contextlib.suppress(ConfigurationError, DeadlineExceeded, ValueError):
+                self._told = int(self._ask("told", ANSWER_S))
+            self._closing = True
+        self._end()
+        self._watcher.join(CLOSE_S)
+
+    def _watch(self) -> None:
+        code = self._process.wait()
+        if not self._closing:
+            logger.error(
+                "the process that serves reads over %s ended with code %s: they fail until this engine is "
+                "started again",
+                self._library,
+                code,
+            )
+
+    def _ask(self, question: object, deadline_s: float) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._gone() from None
+        line = _read_line(self._process.stdout, deadline_s, f"an answer of the {self._library} process")
+        if not line.endswith(b"\n"):
+            raise self._gone()
+        return line.decode()
+
+    def _gone(self) -> ConfigurationError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
+        return ConfigurationError(
+            f"transfer_backend={self._library!r}: its process ended with code {self._process.returncode}; "
+            "its last words are in this process's error output"
+        )
+
+    def _end(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what could not be written
+                    pipe.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(CLOSE_S)
+
+
+def _read_line(pipe: IO[bytes], deadline_s: float, wait: str) -> bytes:
+    give_up_s = time.monotonic() + deadline_s
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(wait, deadline_s)
+        if poll.poll(left_s * 1000):
+            piece = os.read(pipe.fileno(), 1 << 16)
+            if not piece:
+                return line
+            line += piece
+    return line
