@@ -23,6 +23,7 @@ from transport_cases import (
     big_plan,
     in_thread,
     join,
+    poll,
     start_big_read,
 )
 
@@ -100,6 +101,18 @@ def test_reads_are_counted(reader: Reader, hold: Hold, memory: Memory) -> None:
         reader.read(plan_of([(7, 0, memory.address, 1)]), hold, deadline_s=LONG_S)
     counts = reader.statistics()
     assert (counts.reads, counts.read_bytes, counts.failed_reads, counts.refused_ranges) == (1, 4097, 1, 1)
+
+
+def test_the_owner_hears_of_reads_that_succeeded(
+    family: Family, reader: Reader, producer: ProducerProcess, hold: Hold, memory: Memory
+) -> None:
+    before = producer.statistics().reads
+    for _ in range(3):
+        reader.read(plan_of([(0, 0, memory.address, 4096)]), hold, deadline_s=LONG_S)
+    reader.close()
+    told = 3 if family.tells_owner else 0
+    poll(lambda: producer.statistics().reads >= before + told, "the owner's count")
+    assert producer.statistics().reads == before + told
 
 
 # Holds

@@ -36,7 +36,8 @@ BIG_PATTERN = pattern(BIG, 0, BIG_BYTES, salt=1)
 class Family:
     """One transport by the name of what is underneath, and what a reader of it is made with.
 
-    `asks_owner`: whether a read needs the producer's own process to run.
+    `asks_owner`: whether a read needs the producer's own process to run. `tells_owner`: whether the exporter
+    hears of reads.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Family:
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
         *,
         asks_owner: bool = False,
+        tells_owner: bool = False,
     ):
         self.inner = inner
         self.asks_owner = asks_owner
+        self.tells_owner = tells_owner
         self.transport = wrap(transport_for(inner))
 
     def connect(self, ticket: bytes, memory: Memory, **options: Any) -> Reader:
@@ -58,11 +61,11 @@ class Family:
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "shm": lambda: Family("shm"),
-    "tcp": lambda: Family("tcp", asks_owner=True),
-    "faulty": lambda: Family("tcp", FaultyTransport, asks_owner=True),
-    "nixl": lambda: Family("nixl"),  # CMA, where the system lets it
-    "nixl-tcp": lambda: Family("nixl"),
-    "mooncake": lambda: Family("mooncake"),
+    "tcp": lambda: Family("tcp", asks_owner=True, tells_owner=True),
+    "faulty": lambda: Family("tcp", FaultyTransport, asks_owner=True, tells_owner=True),
+    "nixl": lambda: Family("nixl", tells_owner=True),  # CMA, where the system lets it
+    "nixl-tcp": lambda: Family("nixl", tells_owner=True),
+    "mooncake": lambda: Family("mooncake", tells_owner=True),
     "memfabric-fake": lambda: Family("memfabric"),
 }
 """A library's memory is served by a process beside the producer's: a read does not need that one to run."""

@@ -178,6 +178,7 @@ class Calls:
         self.began = threading.Event()
         self.closed = threading.Event()
         self.asked: list[list[int]] = []
+        self.told = 0
         self.error: Exception | None = None
 
     def read(self, local: Sequence[int], remote: Sequence[int], size: Sequence[int]) -> None:
@@ -192,7 +193,10 @@ class Calls:
             Direct().read(ranges(here), ranges(there), ranges(count), patience())
 
     def tell(self) -> None:
-        return
+        self.began.set()
+        assert self.gate.wait(LONG_S)
+        self.told += 1
+        raise RuntimeError("nobody listens")
 
     def close(self) -> None:
         self.closed.set()
@@ -272,6 +276,21 @@ def test_calls_that_were_given_up_are_bounded() -> None:
         staged.calls.gate.set()
         assert staged.calls.closed.wait(LONG_S)
     Staged(given_up).engine.close()
+
+
+def test_telling_the_owner_holds_nobody_up_and_its_failure_fails_nobody() -> None:
+    staged, memory = Staged(), Memory(64)
+    source = pattern(1, 0, 64, salt=1)
+    staged.calls.gate.clear()
+    staged.engine.tell()
+    assert staged.calls.began.wait(LONG_S)
+    staged.calls.gate.set()
+    staged.engine.read(ranges(memory.address), ranges(source.ctypes.data), ranges(64), patience())
+    assert (memory.bytes == source).all()
+    staged.engine.tell()
+    staged.engine.close()
+    assert staged.calls.told == 2
+    assert staged.calls.closed.is_set()
 
 
 def test_what_a_call_raises_reaches_the_reader() -> None:

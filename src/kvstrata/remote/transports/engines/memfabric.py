@@ -116,7 +116,7 @@ class MemFabricCalls:
             )
 
     def tell(self) -> None:
-        return
+        """The library has no notifications."""
 
     def close(self) -> None:
         self._engine.unregister_memory(self._buffer.address)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PROTOCOL_VARIABLE = "MOONCAKE_PROTOCOL"
 DEVICE_VARIABLE = "MOONCAKE_DEVICE"
 _NO_METADATA_SERVER = "P2PHANDSHAKE"
+_TOLD = "kvstrata read"
 _LOCATION = "cpu:0"  # else the library looks at every page to find its NUMA node
 
 
@@ -68,16 +69,19 @@ class MooncakeOwner:
     def __init__(self, memory: Sequence[Destination], *, host: str) -> None:
         self._engine = _new_engine(host)
         self._memory = memory
+        self._told = 0
         for one in memory:
             if self._engine.register_memory(one.address, one.size_bytes, _LOCATION) != 0:
                 raise ConfigurationError(f"Mooncake does not register {one}")
         self.peer = f"{host}:{self._engine.get_rpc_port()}".encode()
 
     def told(self) -> int:
-        """The library has no notification of its own for a batch of reads."""
-        return 0
+        if self._engine is not None:
+            self._told += sum(note.name == _TOLD for note in self._engine.get_notifies())
+        return self._told
 
     def close(self) -> None:
+        self.told()
         engine, self._engine = self._engine, None
         if engine is not None:
             for one in self._memory:
@@ -90,11 +94,13 @@ class MooncakeCalls:
     def __init__(self, peer: str, buffer: Destination, *, here: str) -> None:
         self._peer = peer
         self._buffer = buffer
+        self._last_remote = 0
         self._engine = _new_engine(here)
         if self._engine.register_memory(buffer.address, buffer.size_bytes, _LOCATION) != 0:
             raise TransferFailed(f"Mooncake does not register a buffer of {buffer.size_bytes} bytes")
 
     def read(self, local: Sequence[int], remote: Sequence[int], size: Sequence[int]) -> None:
+        self._last_remote = remote[-1]
         status = self._engine.batch_transfer_sync_read(self._peer, local, remote, size)
         if status != 0:
             raise TransferFailed(
@@ -102,7 +108,17 @@ class MooncakeCalls:
             )
 
     def tell(self) -> None:
-        return
+        """A notification travels with a read: of a byte that was read before."""
+        from mooncake.engine import TransferNotify, TransferOpcode
+
+        self._engine.batch_transfer_sync(
+            self._peer,
+            [self._buffer.address],
+            [self._last_remote],
+            [1],
+            TransferOpcode.Read,
+            TransferNotify(_TOLD, ""),
+        )
 
     def close(self) -> None:
         """Its destructor ends its threads; then the buffer is free."""

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries print
     lines = _Lines()
-    question = json.loads(lines.take(None))
+    question = json.loads(lines.take(os.getppid()))
     try:
         mappings = [_map(fd, size) for fd, size in question["regions"]]
         memory = [Destination(address=address, size_bytes=size) for _, address, size in mappings]
@@ -41,7 +42,7 @@ def main() -> None:
         return
     peer = base64.b64encode(owner.peer).decode()
     _answer(answers, {"peer": peer, "addresses": [address for _, address, _ in mappings]})
-    while lines.take(question["parent"]):
+    while lines.take(question["parent"], owner.told):
         _answer(answers, owner.told())
     owner.close()
     os._exit(0)  # what a library does at the end of an interpreter is of no use here
@@ -55,11 +56,15 @@ class _Lines:
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
 
-    def take(self, parent: int | None) -> bytes:
-        """The next line, empty when there will be none, or when `parent` is this one's parent no more."""
+    def take(self, parent: int, meanwhile: Callable[[], object] = lambda: None) -> bytes:
+        """The next line, empty when there will be none, or when `parent` is this one's parent no more.
+
+        `meanwhile` is called again and again: notifications that nobody takes would pile up.
+        """
         while b"\n" not in self._rest:
-            if parent is not None and os.getppid() != parent:
+            if os.getppid() != parent:
                 return b""
+            meanwhile()
             if self._poll.poll(LOOK_S * 1000):
                 piece = os.read(0, 1 << 16)
                 if not piece:

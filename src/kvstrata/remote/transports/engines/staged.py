@@ -30,6 +30,8 @@ MAX_GIVEN_UP = 8
 """Calls that were given up and have not returned, of one process; each keeps STAGING_BYTES."""
 LOOK_S = 0.02
 """How soon a reader notices, while it waits, that it was closed or that the producer has ended."""
+TELL_S = 1.0
+"""How long closing waits for a notification that is under way."""
 CLOSE_S = 5.0
 
 
@@ -40,7 +42,7 @@ class BlockingCalls(Protocol):
         """Return when all ranges have landed in the buffer; raises TransferFailed."""
 
     def tell(self) -> None:
-        """Notify the owner that a read is over; never raises."""
+        """Notify the owner that a read is over, if the library can. It may take as long as a read."""
 
     def close(self) -> None:
         """When it returns nothing writes to the buffer any more."""
@@ -89,6 +91,7 @@ class StagedEngine:
         self._changed = threading.Condition()
         self._job: Callable[[], None] | None = self._open
         self._error: BaseException | None = None
+        self._is_telling = False
         self._is_over = False
         self._thread = threading.Thread(target=self._serve, name=f"kvstrata-{name}-calls", daemon=True)
         self._thread.start()
@@ -109,14 +112,16 @@ class StagedEngine:
             copy_piece(nothing[: len(count)], place, dst, count, self._base, new_progress(), room)
 
     def tell(self) -> None:
-        if self._calls is not None and not self._is_over:
-            self._calls.tell()
+        assert self._calls is not None
+        self._begin_job(self._calls.tell, is_telling=True)
 
     def close(self) -> None:
         """A call that runs is left to its thread: it can only reach the buffer."""
         with self._changed:
             if self._is_over:
                 return
+            if self._is_telling:
+                self._changed.wait_for(lambda: self._job is None, TELL_S)
             self._is_over = True
             is_running = self._job is not None
             if is_running:
@@ -128,11 +133,16 @@ class StagedEngine:
     def _call(self, remote: Int64Array, local: Int64Array, size: Int64Array, patience: Patience) -> None:
         assert self._calls is not None
         calls, ranges = self._calls, (local.tolist(), remote.tolist(), size.tolist())
+        if self._is_telling:
+            self._finish_job(patience)
+        self._begin_job(lambda: calls.read(*ranges))
+        self._finish_job(patience)
+
+    def _begin_job(self, job: Callable[[], None], *, is_telling: bool = False) -> None:
         with self._changed:
             assert self._job is None, "a call runs already"
-            self._job = lambda: calls.read(*ranges)
+            self._job, self._is_telling = job, is_telling
             self._changed.notify_all()
-        self._finish_job(patience)
 
     def _finish_job(self, patience: Patience) -> None:
         with self._changed:
@@ -141,7 +151,8 @@ class StagedEngine:
                 if self._job is not None:
                     patience.check()
             error, self._error = self._error, None
-        if error is not None:
+            was_telling, self._is_telling = self._is_telling, False
+        if error is not None and not was_telling:
             raise TransferFailed(f"{patience.wait}: {error}") from error
 
     def _open(self) -> None:
