@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigurationError, TransferFailed
+from kvstrata.native import load_ibverbs
 from kvstrata.remote.transports.base import Destination
 from kvstrata.remote.transports.engines.base import Patience
 from kvstrata.remote.transports.engines.hosts import address_towards, split_address
@@ -129,6 +130,7 @@ class MooncakeCalls:
 def _transfer_engine() -> Any:
     """The library's class; ConfigurationError in one line if it is not there or does not load."""
     _set_up_environment()
+    load_ibverbs()
     try:
         from mooncake.engine import TransferEngine
     except ModuleNotFoundError:
