@@ -54,6 +54,7 @@ bench: $(READY) ## All benchmarks against plain vLLM and memcpy; leaves build/be
 	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
 	$(BIN)/kvstrata bench decode --json build/bench-decode.json
 	$(BIN)/kvstrata bench pd --json build/bench-pd.json
+	$(BIN)/kvstrata bench transport --json build/bench-transport.json
 	$(BIN)/kvstrata bench kvpp --json build/bench-kvpp.json
 
 docs: $(READY) ## Write the generated pages anew: cli.md, configuration.md, support_matrix.md

@@ -1,4 +1,4 @@
-"""Install the optional libraries that tests run against, as far as they can be had: a line each, never an error.
+"""Install the optional libraries that tests run against, where they can be had: a line each, never an error.
 
 Run by `make setup` with the Python of the environment. Tests of what is missing are skipped, with a reason.
 """
