@@ -35,8 +35,10 @@ from transport_cases import (
 from kvstrata.errors import DeadlineExceeded, TransferFailed
 from kvstrata.remote.holds import Hold
 from kvstrata.remote.transports.engines.libraries import LIBRARIES
+from kvstrata.remote.transports.engines.ticket import EngineTicket
 from kvstrata.remote.transports.registry import transport_for
-from kvstrata.remote.transports.testing import CANARY, Memory, ProducerProcess, plan_of
+from kvstrata.remote.transports.testing import CANARY, Memory, ProducerProcess, pattern, plan_of
+from kvstrata.remote.transports.tickets import verify
 
 SERVED = [member for member in FAMILIES if member.startswith(LIBRARIES)]
 
@@ -192,3 +194,40 @@ def test_readers_that_are_killed_in_mid_read_do_not_end_the_owner(
     assert np.array_equal(memory.bytes, BIG_PATTERN)
     reader.close()
     assert owner_of(producer).is_running()
+
+
+def test_an_owner_on_loopback_listens_there_only_unless_its_library_cannot(
+    family: Family, producer: ProducerProcess
+) -> None:
+    found = [one for one in owner_of(producer).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    everywhere = {one.laddr.ip for one in found} - {"127.0.0.1", "::1"}
+    # docs/data_plane.md tells how to fence Mooncake's.
+    assert everywhere == ({"0.0.0.0", "::"} if family.inner == "mooncake" else set())
+
+
+def test_a_stranger_cannot_write_to_what_mooncake_serves(tmp_path: Path) -> None:
+    with environment_of("mooncake", tmp_path):
+        family = FAMILIES["mooncake"]()
+        reason = family.transport.usable()
+        if reason is not None:
+            pytest.skip(reason)
+        from mooncake.engine import TransferEngine
+
+        with ProducerProcess("mooncake", (MIB,), secret=SECRET) as producer:
+            producer.fill(0, 0, MIB, salt=1)
+            ticket = verify(producer.ticket, EngineTicket, transport="mooncake", secret=SECRET)
+            stranger, garbage = TransferEngine(), np.full(4 * KIB, 0xEE, dtype=np.uint8)
+            assert stranger.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+            assert stranger.register_memory(garbage.ctypes.data, garbage.nbytes) == 0
+            where, length = ([garbage.ctypes.data], [ticket.addresses[0]]), [garbage.nbytes]
+            # Reads are not kept from strangers ...
+            assert stranger.batch_transfer_sync_read(ticket.peer.decode(), *where, length) == 0
+            assert np.array_equal(garbage, pattern(0, 0, 4 * KIB, salt=1))
+            garbage[:] = 0xEE
+            stranger.batch_transfer_sync_write(ticket.peer.decode(), *where, length)
+            # ... but what they write stays outside: the memory is mapped for reading.
+            memory = Memory(MIB)
+            reader = family.connect(producer.ticket, memory)
+            reader.read(plan_of([(0, 0, memory.address, MIB)]), producer.grant(), deadline_s=LONG_S)
+            assert np.array_equal(memory.bytes, pattern(0, 0, MIB, salt=1))
+            reader.close()

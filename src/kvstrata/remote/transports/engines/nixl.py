@@ -6,10 +6,12 @@ something arrives. The reader has no thread: its own waiting moves the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +29,8 @@ _OWNER_LOOKS_US = 10_000  # at the latest; traffic wakes its thread at once
 _SPIN_S = 0.002
 _PAUSE_S = 20e-6
 _TOLD = b"kvstrata read"
+_DEVICES_VARIABLE = "UCX_NET_DEVICES"
+_environment_lock = threading.Lock()
 
 
 class _Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,10 +162,26 @@ def _new_agent(bindings: Any, *, has_thread: bool, is_loopback: bool) -> Any:
     config.useProgThread = has_thread
     config.pthrDelay = _OWNER_LOOKS_US
     agent = bindings.nixlAgent(_new_name(), config)
-    # UCX listens on every interface that it may use, and asks nobody who he is.
-    is_lo_enough = is_loopback and "UCX_NET_DEVICES" not in os.environ
-    agent.createBackend(_BACKEND, {"ucx_devices": "lo"} if is_lo_enough else {})
+    with _on_loopback_only() if is_loopback else contextlib.nullcontext():
+        agent.createBackend(_BACKEND, {})
     return agent
+
+
+@contextlib.contextmanager
+def _on_loopback_only() -> Iterator[None]:
+    """UCX listens on every interface that it may use, and asks nobody who he is.
+
+    It takes this from the environment only, while a backend is made. What the operator has set stays.
+    """
+    with _environment_lock:
+        if _DEVICES_VARIABLE in os.environ:
+            yield
+            return
+        os.environ[_DEVICES_VARIABLE] = "lo"
+        try:
+            yield
+        finally:
+            del os.environ[_DEVICES_VARIABLE]
 
 
 def _register(bindings: Any, agent: Any, memory: Sequence[Destination]) -> None:
