@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from kvstrata.errors import ConfigurationError, DeadlineExceeded
 from kvstrata.memory.region import HostRegion
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0
 """A library may look at every network device first."""
-ANSWER_S = 5.0
 CLOSE_S = 5.0
 _MODULE = "kvstrata.remote.transports.engines.serve"
 
@@ -54,16 +53,15 @@ class OwnerProcess:
             "library": library.name,
             "options": dict(library.options),
             "host": host,
-            "parent": os.getpid(),
             "regions": [[fd, region.size_bytes] for fd, region in zip(descriptors, regions, strict=True)],
         }
         try:
-            answer = json.loads(self._ask(question, START_S))
+            answer = self._ask(question)
         except BaseException:
-            self._end()
+            self._give_up_start()
             raise
         if "error" in answer:
-            self._end()
+            self._give_up_start()
             raise ConfigurationError(
                 f"transfer_backend={library.name!r} cannot serve here: {answer['error']}"
             )
@@ -74,13 +72,14 @@ class OwnerProcess:
         )
         self._watcher.start()
 
+    def _give_up_start(self) -> None:
+        assert self._process.stdout is not None
+        self._end()
+        self._process.stdout.close()
+
     def told(self) -> int:
-        """How many reads the library was notified of; the last known number if it does not answer."""
-        with self._lock:
-            if not self._closing:
-                with contextlib.suppress(ConfigurationError, DeadlineExceeded, ValueError):
-                    self._told = int(self._ask("told", ANSWER_S))
-            return self._told
+        """How many reads the library was notified of, as far as it has said so; never waits."""
+        return self._told
 
     def has_ended(self) -> bool:
         """Whether the process is gone, wanted or not."""
@@ -91,13 +90,15 @@ class OwnerProcess:
         with self._lock:
             if self._closing:
                 return
-            with contextlib.suppress(ConfigurationError, DeadlineExceeded, ValueError):
-                self._told = int(self._ask("told", ANSWER_S))
             self._closing = True
         self._end()
         self._watcher.join(CLOSE_S)
 
     def _watch(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for line in self._process.stdout:
+                self._told = int(line)
         code = self._process.wait()
         if not self._closing:
             logger.error(
@@ -107,32 +108,27 @@ class OwnerProcess:
                 code,
             )
 
-    def _ask(self, question: object, deadline_s: float) -> str:
+    def _ask(self, question: object) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # it has ended: nothing will be read
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:
-            raise self._gone() from None
-        line = _read_line(self._process.stdout, deadline_s, f"an answer of the {self._library} process")
+            line = _read_line(self._process.stdout, START_S, f"the start of the {self._library} process")
         if not line.endswith(b"\n"):
-            raise self._gone()
-        return line.decode()
-
-    def _gone(self) -> ConfigurationError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_S)
-        return ConfigurationError(
-            f"transfer_backend={self._library!r}: its process ended with code {self._process.returncode}; "
-            "its last words are in this process's error output"
-        )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
+            raise ConfigurationError(
+                f"transfer_backend={self._library!r}: its process ended with code "
+                f"{self._process.returncode}; its last words are in this process's error output"
+            )
+        return json.loads(line)
 
     def _end(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what could not be written
-                    pipe.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what could not be written
+            self._process.stdin.close()
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:

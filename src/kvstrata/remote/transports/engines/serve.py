@@ -1,18 +1,19 @@
 """What runs in the process of `engines.owner`: maps the memory, serves it, ends with its parent.
 
-Speaks JSON lines over standard input and output. What a library prints goes to the error output.
+Takes a line of JSON and answers with one, then says how many reads it was told of, whenever that changes.
+What a library prints goes to the error output.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import mmap
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries print
     lines = _Lines()
-    question = json.loads(lines.take(os.getppid()))
+    question = json.loads(lines.first())
     try:
         mappings = [_map(fd, size) for fd, size in question["regions"]]
         memory = [Destination(address=address, size_bytes=size) for _, address, size in mappings]
@@ -42,36 +43,39 @@ def main() -> None:
         return
     peer = base64.b64encode(owner.peer).decode()
     _answer(answers, {"peer": peer, "addresses": [address for _, address, _ in mappings]})
-    while lines.take(question["parent"], owner.told):
-        _answer(answers, owner.told())
+    told = 0
+    while lines.goes_on():
+        # Also since notifications that nobody takes would pile up.
+        if owner.told() != told:
+            told = owner.told()
+            _answer(answers, told)
     owner.close()
+    _answer(answers, owner.told())
     os._exit(0)  # what a library does at the end of an interpreter is of no use here
 
 
 class _Lines:
-    """Lines of the standard input."""
+    """The parent's words, and whether it is there."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
 
-    def take(self, parent: int, meanwhile: Callable[[], object] = lambda: None) -> bytes:
-        """The next line, empty when there will be none, or when `parent` is this one's parent no more.
-
-        `meanwhile` is called again and again: notifications that nobody takes would pile up.
-        """
-        while b"\n" not in self._rest:
-            if os.getppid() != parent:
-                return b""
-            meanwhile()
-            if self._poll.poll(LOOK_S * 1000):
-                piece = os.read(0, 1 << 16)
-                if not piece:
-                    return b""
-                self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
+    def first(self) -> bytes:
+        """The only line that it says."""
+        line = b""
+        while not line.endswith(b"\n") and self.goes_on():
+            if self._poll.poll(0):
+                line += os.read(0, 1 << 16)
         return line
+
+    def goes_on(self) -> bool:
+        """Wait a moment, shorter if there is news; False once the pipe is closed or the parent is gone."""
+        for _, event in self._poll.poll(LOOK_S * 1000):
+            if event & select.POLLHUP and not event & select.POLLIN:
+                return False
+        return os.getppid() == self._parent
 
 
 def _map(fd: int, size_bytes: int) -> tuple[Any, int, int]:
@@ -83,7 +87,8 @@ def _map(fd: int, size_bytes: int) -> tuple[Any, int, int]:
 
 
 def _answer(fd: int, answer: object) -> None:
-    os.write(fd, json.dumps(answer).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        os.write(fd, json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
