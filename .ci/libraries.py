@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvstrata.native import IBVERBS, NATIVE_FOLDER, load_ibverbs
+from kvstrata.memory.native import IBVERBS, NATIVE_FOLDER, load_ibverbs
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = ("nixl-cu12", "mooncake-transfer-engine-non-cuda", "memfabric_hybrid", "memcache_hybrid")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigurationError, TransferFailed
-from kvstrata.native import load_ibverbs
+from kvstrata.memory.native import load_ibverbs
 from kvstrata.remote.transports.base import Destination
 from kvstrata.remote.transports.engines.base import Patience
 from kvstrata.remote.transports.engines.hosts import address_towards, split_address

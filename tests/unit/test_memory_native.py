@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata import native
+from kvstrata.memory import native
 
 
 def test_an_empty_folder_is_nothing(tmp_path: Path):
