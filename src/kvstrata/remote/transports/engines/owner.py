@@ -48,7 +48,6 @@ class OwnerProcess:
             pass_fds=descriptors,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        self.pid = self._process.pid
         question = {
             "library": library.name,
             "options": dict(library.options),
@@ -80,10 +79,6 @@ class OwnerProcess:
     def told(self) -> int:
         """How many reads the library was notified of, as far as it has said so; never waits."""
         return self._told
-
-    def has_ended(self) -> bool:
-        """Whether the process is gone, wanted or not."""
-        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process. Harmless to repeat."""
