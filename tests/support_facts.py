@@ -295,12 +295,6 @@ LIMITS = (
         words="is not available in this version; use 'local'",
         test="tests/unit/test_config.py::test_backends_of_later_versions_are_refused_by_name",
     ),
-    Limit(
-        what='`transfer_backend` "nixl", "mooncake" or "memfabric"',
-        beside=_ANY,
-        words="is not available in this version; set 'auto', 'shm' or 'tcp'",
-        test="tests/unit/test_config.py::test_a_transfer_backend_of_a_later_version_is_refused_by_name",
-    ),
 )
 
 NEITHER = {

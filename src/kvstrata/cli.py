@@ -202,6 +202,28 @@ def bench_pd_command(
         bench_pd(PdBenchOptions(repeats=repeats, prompt_tokens=prompt_tokens), json_file=json_file, log=log)
 
 
+@bench_app.command("transport")
+def bench_transport_command(
+    json_file: JsonFile = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Timed runs of each kind; they alternate.")
+    ] = 9,
+) -> None:
+    """Transports: reads of 4 KiB to 16 MiB ranges over each that this machine has, against memcpy.
+
+    Every figure is a median; the raw runs are in the JSON. No engine; a process and 128 MiB a transport.
+
+    Example: kvstrata bench transport --json build/bench-transport.json
+    """
+    from kvstrata.bench.transport import bench_transport
+
+    try:
+        bench_transport(repeats=repeats, json_file=json_file, console=Console())
+    except KVStrataError as error:
+        typer.echo(f"kvstrata: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
 @bench_app.command("kvpp")
 def bench_kvpp_command(
     json_file: JsonFile = None,

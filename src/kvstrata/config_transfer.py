@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstrata.config_values import Knobs, Line, Optional, Positive, Whole, Word, knob
-from kvstrata.errors import ConfigurationError, UnsupportedError
+from kvstrata.errors import ConfigurationError
 
 _SECONDS = Positive(0.1, 86400.0)
-_LATER = ("nixl", "mooncake", "memfabric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +16,10 @@ class TransferConfig(Knobs):
     """Remote read between engines; on where `kv_port` is set."""
 
     transfer_backend: Literal["auto", "shm", "tcp", "nixl", "mooncake", "memfabric"] = knob(
-        Word(("auto", "shm", "tcp", *_LATER)),
+        Word(("auto", "shm", "tcp", "nixl", "mooncake", "memfabric")),
         "auto",
-        'How decode reads prefill\'s memory: "shm" on one host, "tcp" anywhere, "auto" the first that works; '
-        '"nixl", "mooncake" and "memfabric" are refused in this version.',
+        'How decode reads prefill\'s memory: "shm" on one host, "tcp" anywhere, "auto" the first that '
+        'works; "nixl", "mooncake" and "memfabric" are libraries (docs/data_plane.md).',
     )
     memfabric_transfer_protocol: Literal["sdma", "device_rdma", "device_urma"] = knob(
         Word(("sdma", "device_rdma", "device_urma")), "sdma", "Protocol of MemFabric, equal on both sides."
@@ -61,11 +60,6 @@ class TransferConfig(Knobs):
         return self.kv_port is not None
 
     def _check_together(self) -> None:
-        if self.transfer_backend in _LATER:
-            raise UnsupportedError(
-                f"transfer_backend={self.transfer_backend!r} is not available in this version; "
-                "set 'auto', 'shm' or 'tcp'"
-            )
         if self.is_on:
             return
         for item in self.knobs():

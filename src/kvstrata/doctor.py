@@ -17,6 +17,7 @@ from typing import Literal
 import psutil
 
 from kvstrata.bench.machine import cores, package_version
+from kvstrata.probes import LibraryFinding, probe_libraries
 
 GIB = 1 << 30
 KNOWN_GOOD_VLLM = "0.32."
@@ -48,6 +49,7 @@ class Facts:
     omp_threads_bind: str | None
     lmdb_error: str | None
     unusable_transports: Mapping[str, str]  # those of TRANSPORTS, and why
+    libraries: tuple[LibraryFinding, ...]  # of probes.PROBES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         _memory(facts),
         _threads(facts),
         _lmdb(facts),
+        *(_library(finding) for finding in facts.libraries),
     )
     return Diagnosis(checks=checks, features=_features(facts))
 
@@ -249,6 +252,20 @@ def _lmdb(facts: Facts) -> Check:
     )
 
 
+def _library(finding: LibraryFinding) -> Check:
+    version = finding.version or "unknown version"
+    if finding.why is None:
+        return Check(name=finding.name, status="ok", found=f"{version}, usable here")
+    why, _, fix = finding.why.partition(" Fix: ")
+    found = why if finding.version is None else f"{version}, not usable here: {why}"
+    return Check(
+        name=finding.name,
+        status="note",
+        found=found.removesuffix("."),
+        fix=fix or f"nothing, unless you want {finding.feature}",
+    )
+
+
 def _features(facts: Facts) -> tuple[Feature, ...]:
     engine = (
         facts.vllm_version is not None
@@ -268,7 +285,7 @@ def _features(facts: Facts) -> tuple[Feature, ...]:
         Feature(name="store: mooncake, memcache", available=False, why=later),
         Feature(name="KVPP", available=False, why=later),
         *(_reading_over(transport, facts, needs_engine) for transport in TRANSPORTS),
-        Feature(name="prefill and decode over NIXL, Mooncake, MemFabric", available=False, why=later),
+        *(_with_library(finding, needs_engine) for finding in facts.libraries),
         Feature(name="CUDA and NPU devices", available=False, why=f"{later}, untested"),
     )
 
@@ -276,6 +293,11 @@ def _features(facts: Facts) -> tuple[Feature, ...]:
 def _reading_over(transport: str, facts: Facts, needs_engine: str) -> Feature:
     why = needs_engine or facts.unusable_transports.get(transport, "")
     return Feature(name=f"prefill and decode over {transport}", available=not why, why=why)
+
+
+def _with_library(finding: LibraryFinding, needs_engine: str) -> Feature:
+    why = needs_engine or ("" if finding.why is None else f"{finding.name} cannot be used here, see above")
+    return Feature(name=finding.feature, available=not why, why=why)
 
 
 def gather() -> Facts:
@@ -301,6 +323,7 @@ def gather() -> Facts:
         omp_threads_bind=os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
         lmdb_error=_try_lmdb(),
         unusable_transports=_try_transports(),
+        libraries=probe_libraries(),
     )
 
 

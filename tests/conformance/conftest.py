@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from transport_cases import BIG, BIG_BYTES, FAMILIES, FAR, FAR_BYTES, KIB, MIB, REGIONS, SECRET, Family
+from transport_cases import (
+    BIG,
+    BIG_BYTES,
+    FAMILIES,
+    FAR,
+    FAR_BYTES,
+    KIB,
+    MIB,
+    REGIONS,
+    SECRET,
+    Family,
+    environment_of,
+)
 
 from kvstrata.remote.holds import Hold
 from kvstrata.remote.transports.base import Reader
@@ -13,29 +25,29 @@ from kvstrata.remote.transports.testing import Memory, ProducerProcess
 
 
 @pytest.fixture(params=FAMILIES, scope="session")
-def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]()
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    with environment_of(request.param, tmp_path_factory.mktemp("member")):
+        family = FAMILIES[request.param]()
+        reason = family.transport.usable()
+        if reason is not None:
+            pytest.skip(reason)
+        yield family
 
 
 @pytest.fixture(scope="session")
-def producers() -> Iterator[dict[str, ProducerProcess]]:
-    """One a transport, for the tests that leave it as it was."""
-    made: dict[str, ProducerProcess] = {}
-    yield made
-    for one in made.values():
-        one.close()
-
-
-@pytest.fixture
-def producer(family: Family, producers: dict[str, ProducerProcess]) -> ProducerProcess:
-    if family.inner not in producers:
-        made = ProducerProcess(family.inner, REGIONS, secret=SECRET)
-        producers[family.inner] = made
+def session_producer(family: Family) -> Iterator[ProducerProcess]:
+    with ProducerProcess(family.inner, REGIONS, secret=SECRET) as made:
         made.fill(0, 0, REGIONS[0], salt=1)
         made.fill(1, 0, REGIONS[1], salt=1)
         made.fill(2, FAR, FAR_BYTES, salt=1)
         made.fill(BIG, 0, BIG_BYTES, salt=1)
-    return producers[family.inner]
+        yield made
+
+
+@pytest.fixture
+def producer(session_producer: ProducerProcess) -> ProducerProcess:
+    """One a member, for the tests that leave it as it was."""
+    return session_producer
 
 
 @pytest.fixture

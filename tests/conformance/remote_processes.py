@@ -15,6 +15,7 @@ import pytest
 from kvstrata.remote.testing.memory import Shape
 from kvstrata.remote.testing.process import SideProcess
 from kvstrata.remote.testing.sides import poll_until, quick_options
+from kvstrata.remote.transports.registry import transport_for
 
 LEASE_S = 2.0  # where it is to run out
 LONG_S = 60.0  # where it is not
@@ -24,8 +25,17 @@ SLACK_S = 30.0
 SECRET = b"secret of the tests"
 Start = Callable[..., SideProcess]
 
+TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")
 over_one_transport = pytest.mark.parametrize("transport", ["shm"])
 """What the control channel alone decides is the same over every transport."""
+
+
+def usable_or_skip(name: str) -> str:
+    """The name of a transport, if it can be used here."""
+    reason = transport_for(name).usable()
+    if reason is not None:
+        pytest.skip(reason)
+    return name
 
 
 def starter(stack: ExitStack, transport: str, **waits_s: float) -> Start:

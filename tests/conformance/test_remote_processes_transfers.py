@@ -9,6 +9,7 @@ import pytest
 from remote_processes import (
     LONG_S,
     SLACK_S,
+    TRANSPORTS,
     Start,
     begin,
     check_nothing_is_left,
@@ -16,6 +17,7 @@ from remote_processes import (
     ended,
     over_one_transport,
     starter,
+    usable_or_skip,
     wait_until_read,
 )
 
@@ -25,9 +27,9 @@ from kvstrata.remote.testing.sides import ConsumerSide, ProducerSide, poll_until
 from kvstrata.remote.testing.wire import Wire
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    return usable_or_skip(str(request.param))
 
 
 @pytest.fixture

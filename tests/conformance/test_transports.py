@@ -23,6 +23,7 @@ from transport_cases import (
     big_plan,
     in_thread,
     join,
+    poll,
     start_big_read,
 )
 
@@ -100,6 +101,22 @@ def test_reads_are_counted(reader: Reader, hold: Hold, memory: Memory) -> None:
         reader.read(plan_of([(7, 0, memory.address, 1)]), hold, deadline_s=LONG_S)
     counts = reader.statistics()
     assert (counts.reads, counts.read_bytes, counts.failed_reads, counts.refused_ranges) == (1, 4097, 1, 1)
+
+
+def test_the_owner_hears_of_reads_that_succeeded(family: Family, own_producer: ProducerProcess) -> None:
+    memory = Memory(MIB)
+    reader = family.connect(own_producer.ticket, memory)
+    hold, ended = own_producer.grant(), own_producer.grant()
+    own_producer.revoke(ended)
+    plan = plan_of([(0, 0, memory.address, 4096)])
+    with pytest.raises(TransferFailed):
+        reader.read(plan, ended, deadline_s=LONG_S)
+    for _ in range(3):
+        reader.read(plan, hold, deadline_s=LONG_S)
+    told = 3 if family.tells_owner else 0
+    poll(lambda: own_producer.statistics().reads >= told, "the owner's count")
+    reader.close()
+    assert own_producer.statistics().reads == told
 
 
 # Holds

@@ -60,11 +60,11 @@ def test_a_stopped_producer_does_not_hold_a_read_beyond_its_deadline(
     try:
         started_s = time.monotonic()
         for _ in range(2):  # on the connection that was, and on a new one
-            if family.inner == "shm":  # needs nothing of it
-                reader.read(plan, hold, deadline_s=LONG_S)
-            else:
+            if family.asks_owner:
                 with pytest.raises(DeadlineExceeded, match=r"tcp.*within 0\.\d+ s"):
                     reader.read(plan, hold, deadline_s=SHORT_S)
+            else:
+                reader.read(plan, hold, deadline_s=LONG_S)
         assert time.monotonic() - started_s < LONG_S / 4
         snapshot = memory.whole.copy()
     finally:
@@ -123,11 +123,11 @@ def test_a_reader_that_is_closed_from_another_thread_ends_its_read(
         while True:
             reader.read(big_plan(memory), hold, deadline_s=LONG_S)
 
-    if family.inner == "tcp":
+    if family.asks_owner:
         producer.stop()  # so that it waits for bytes that do not come
     try:
         thread, errors = in_thread(read_on)
-        poll(lambda: family.inner == "tcp" or memory.bytes[0] != CANARY, "the first byte")
+        poll(lambda: family.asks_owner or memory.bytes[0] != CANARY, "the first byte")
         started_s = time.monotonic()
         reader.close()
         join(thread)

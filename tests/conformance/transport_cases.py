@@ -5,13 +5,19 @@ The bytes say which region, place and salt they are from, so that a foreign one 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvstrata.remote.holds import Hold
 from kvstrata.remote.transports.base import Reader, ReadPlan, Transport
+from kvstrata.remote.transports.engines import memfabric
 from kvstrata.remote.transports.faulty import FaultyTransport
 from kvstrata.remote.transports.registry import transport_for
 from kvstrata.remote.transports.testing import CANARY, Memory, pattern, plan_of
@@ -28,10 +34,23 @@ BIG_PATTERN = pattern(BIG, 0, BIG_BYTES, salt=1)
 
 
 class Family:
-    """One transport by the name of what is underneath, and what a reader of it is made with."""
+    """One transport by the name of what is underneath, and what a reader of it is made with.
 
-    def __init__(self, inner: str, wrap: Callable[[Transport], Transport] = lambda transport: transport):
+    `asks_owner`: whether a read needs the producer's own process to run. `tells_owner`: whether the exporter
+    hears of reads.
+    """
+
+    def __init__(
+        self,
+        inner: str,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        *,
+        asks_owner: bool = False,
+        tells_owner: bool = False,
+    ):
         self.inner = inner
+        self.asks_owner = asks_owner
+        self.tells_owner = tells_owner
         self.transport = wrap(transport_for(inner))
 
     def connect(self, ticket: bytes, memory: Memory, **options: Any) -> Reader:
@@ -40,11 +59,33 @@ class Family:
         )
 
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[], Family]] = {
     "shm": lambda: Family("shm"),
-    "tcp": lambda: Family("tcp"),
-    "faulty": lambda: Family("tcp", FaultyTransport),
+    "tcp": lambda: Family("tcp", asks_owner=True, tells_owner=True),
+    "faulty": lambda: Family("tcp", FaultyTransport, asks_owner=True, tells_owner=True),
+    "nixl": lambda: Family("nixl", tells_owner=True),  # CMA, where the system lets it
+    "nixl-tcp": lambda: Family("nixl", tells_owner=True),
+    "mooncake": lambda: Family("mooncake", tells_owner=True),
+    "memfabric-fake": lambda: Family("memfabric"),
 }
+"""A library's memory is served by a process beside the producer's: a read does not need that one to run."""
+MEMFABRIC_CONTRACT = Path(__file__).parent / "memfabric_contract"
+
+
+@contextmanager
+def environment_of(member: str, folder: Path) -> Iterator[None]:
+    """What a member needs of this process and its children; `folder` is empty and its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if member == "nixl-tcp":
+            patch.setenv("UCX_TLS", "tcp")
+        if member == "memfabric-fake":
+            patch.syspath_prepend(str(MEMFABRIC_CONTRACT))
+            patch.delitem(sys.modules, "memfabric_hybrid", raising=False)
+            patch.setenv(memfabric.STORE_VARIABLE, f"tcp://fake{folder}")
+            patch.setattr(memfabric, "_DEVICES", "/dev/null")
+        yield
+        if member == "memfabric-fake":
+            sys.modules.pop("memfabric_hybrid", None)
 
 
 def big_plan(memory: Memory) -> ReadPlan:

@@ -72,7 +72,8 @@ def install(switch: ReadSwitch) -> None:
 
     transports_for = remote_open.transports_for
 
-    def switched(transfer_backend: str) -> tuple[Transport, ...]:
-        return tuple(FaultyTransport(each, switch.script) for each in transports_for(transfer_backend))
+    def switched(transfer_backend: str, **options: str) -> tuple[Transport, ...]:
+        found = transports_for(transfer_backend, **options)
+        return tuple(FaultyTransport(each, switch.script) for each in found)
 
     remote_open.transports_for = switched

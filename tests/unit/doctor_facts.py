@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvstrata.doctor import GIB, Facts
+from kvstrata.probes import LibraryFinding
 
 HEALTHY = Facts(
     python=(3, 11, 7),
@@ -20,6 +21,12 @@ HEALTHY = Facts(
     omp_threads_bind="0-3|4-7",
     lmdb_error=None,
     unusable_transports={},
+    libraries=(
+        LibraryFinding(name="NIXL", feature="prefill and decode over nixl", version="1.5.1", why=None),
+        LibraryFinding(
+            name="MemFabric", feature="prefill and decode over memfabric", version="1.3.0", why=None
+        ),
+    ),
 )
 
 

@@ -59,6 +59,7 @@ def test_the_commands_are_frozen():
         "kvstrata bench layerwise",
         "kvstrata bench decode",
         "kvstrata bench pd",
+        "kvstrata bench transport",
         "kvstrata bench kvpp",
         "kvstrata bench residency",
         "kvstrata store stat",

@@ -7,6 +7,7 @@ from doctor_facts import HEALTHY, replaced
 
 from kvstrata import doctor
 from kvstrata.doctor import GIB, Check, diagnose
+from kvstrata.probes import LibraryFinding
 
 
 def check_of(facts: doctor.Facts, name: str) -> Check:
@@ -131,12 +132,39 @@ def test_transports_are_tried_for_real(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["KVPP", "prefill and decode over NIXL, Mooncake, MemFabric", "store: mooncake, memcache"],
+    ["KVPP", "store: mooncake, memcache"],
 )
 def test_what_is_not_built_is_said_so(name: str):
     (feature,) = [feature for feature in diagnose(HEALTHY).features if feature.name == name]
     assert not feature.available
     assert feature.why == "not in this version"
+
+
+NOT_INSTALLED = LibraryFinding(
+    name="NIXL",
+    feature="prefill and decode over nixl",
+    version=None,
+    why="NIXL is not installed. Fix: pip install 'kvstrata[nixl]'",
+)
+NO_DEVICE = LibraryFinding(
+    name="MemFabric", feature="prefill and decode over memfabric", version="1.3.0", why="there is no NPU"
+)
+
+
+def test_a_library_that_is_missing_or_unusable_is_a_note_with_a_way_out():
+    facts = replaced(libraries=(NOT_INSTALLED, NO_DEVICE))
+    assert diagnose(facts).healthy
+    missing, unusable = check_of(facts, "NIXL"), check_of(facts, "MemFabric")
+    assert (missing.status, missing.found) == ("note", "NIXL is not installed")
+    assert missing.fix == "pip install 'kvstrata[nixl]'"
+    assert (unusable.status, unusable.found) == ("note", "1.3.0, not usable here: there is no NPU")
+    assert unusable.fix == "nothing, unless you want prefill and decode over memfabric"
+
+
+def test_a_librarys_feature_needs_it_and_an_engine():
+    assert features_of(HEALTHY)["prefill and decode over nixl"]
+    assert not features_of(replaced(libraries=(NOT_INSTALLED,)))["prefill and decode over nixl"]
+    assert not features_of(replaced(plugin_active=False))["prefill and decode over nixl"]
 
 
 def test_devices_other_than_the_cpu_are_called_untested():

@@ -88,13 +88,13 @@ def measure_transports(*, repeats: int, pages: int = PAGES, peers: int = PEERS) 
     with ExitStack() as opened:
         producers = [opened.enter_context(_producer(pages)) for _ in range(peers)]
         # Twice as many pages as one round needs: they are taken at random.
-        pool = _touched(2 * peers * layer_bytes, "bench-destination")
+        pool = touched(2 * peers * layer_bytes, "bench-destination")
         opened.callback(pool.close)
-        source = _touched(LAYERS * layer_bytes, "bench-source")
+        source = touched(LAYERS * layer_bytes, "bench-source")
         opened.callback(source.close)
         bench = _Bench(producers, pool, source, pages=pages)
         opened.callback(bench.close)
-        runs = _take_turns(bench.kinds(), max(5, repeats))
+        runs = take_turns(bench.kinds(), max(5, repeats))
         bench.check_bytes()
     return TransportRuns(
         page_bytes=PAGE_BYTES, pages=pages, layer_bytes=layer_bytes, peers=peers, **runs
@@ -200,16 +200,20 @@ def _producer(pages: int) -> ProducerProcess:
     return producer
 
 
-def _touched(size_bytes: int, name: str) -> HostRegion:
-    """Written once, so that every page is there."""
+def touched(size_bytes: int, name: str) -> HostRegion:
+    """Shared memory that was written once, so that every page is there."""
     region = HostRegion.create(size_bytes, name, huge_pages=True)
     region.tensor().fill_(1)
     return region
 
 
-def _take_turns(
+def take_turns(
     kinds: Mapping[str, Callable[[], Callable[[], object]]], repeats: int
 ) -> dict[str, tuple[float, ...]]:
+    """Time `repeats` runs of each kind, one kind after the other, after one untimed round.
+
+    A kind prepares a run, and what it returns is the run. Returns seconds, by kind.
+    """
     runs: dict[str, list[float]] = {kind: [] for kind in kinds}
     for run in range(repeats + 1):
         for kind, prepare in kinds.items():

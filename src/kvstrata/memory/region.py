@@ -70,6 +70,11 @@ class HostRegion:
         self._mapped()
         return os.fstat(self._fd).st_blocks * 512
 
+    def fileno(self) -> int:
+        """This process's descriptor of the memory, for a child process to inherit; valid until `close`."""
+        self._mapped()
+        return self._fd
+
     def tensor(self) -> torch.Tensor:
         """The region as uint8 `[size_bytes]`, without a copy."""
         return torch.frombuffer(self._mapped(), dtype=torch.uint8)

@@ -61,6 +61,11 @@ class HoldTable:
         """What `HoldView.open` takes in another process of this host."""
         return self._region.handle
 
+    @property
+    def region(self) -> HostRegion:
+        """The words' memory: slot i at byte `8 * i`. For exporters to show; nobody else writes to it."""
+        return self._region
+
     def grant(self) -> Hold:
         """Return a new hold, of a generation never used before.
 

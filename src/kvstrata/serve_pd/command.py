@@ -59,7 +59,11 @@ def serve_pd_command(
         typer.Option(metavar="GB", help="sparse_kv_offload_config.dram_size_per_dp_GB.", show_default=False),
     ] = None,
     transfer_backend: Annotated[
-        str, typer.Option(metavar="NAME", help="How decode reads prefill's memory: auto, shm or tcp.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How decode reads prefill's memory: auto, shm, tcp, nixl, mooncake or memfabric.",
+        ),
     ] = "auto",
     kv_port: Annotated[
         int | None,

@@ -81,7 +81,9 @@ def open_remote_worker(
     assert transfer.kv_port is not None
     options = endpoint_options(settings.connector, model=model_identity(vllm_config))
     components = component_layouts(bundles)
-    transports = transports_for(transfer.transfer_backend)
+    transports = transports_for(
+        transfer.transfer_backend, memfabric_protocol=transfer.memfabric_transfer_protocol
+    )
     tp_size = parallel.tensor_parallel_size
     homes = {
         (layout.layer, Component(layout.component)): path.home(layout.layer, Component(layout.component))

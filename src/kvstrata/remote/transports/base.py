@@ -1,8 +1,9 @@
 """What every transport offers: a producer exports regions of its memory, a consumer reads ranges of them.
 
-Members: `shm` (same host, mapped memory), `tcp` (plain sockets), `faulty` (breaks another member on purpose).
-All pass `tests/conformance/test_transports.py`. NIXL, Mooncake's TransferEngine and MemFabric fit behind the
-same two classes. Source: seed, System Overview (remote pull) and Validation and Failure Handling.
+Members: `shm` (same host, mapped memory), `tcp` (plain sockets), `nixl`, `mooncake`, `memfabric` (libraries,
+`engines/`), `faulty` (breaks another one on purpose). All but `memfabric`, which needs an NPU, pass
+`tests/conformance/test_transports.py`. Source: seed, System Overview (remote pull) and Validation and Failure
+Handling.
 
 A consumer's read is one-sided: the producer's memory stays valid only while its *hold* does
 (`remote.holds`). Every read names the hold, and fails if it was not valid from before its first byte to after
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.memory.region import HostRegion
-from kvstrata.remote.holds import Hold, HoldTable
+if TYPE_CHECKING:  # the processes that serve memory for a library do without torch
+    from kvstrata.memory.region import HostRegion
+    from kvstrata.remote.holds import Hold, HoldTable
 
 Int64Array = npt.NDArray[np.int64]
 
