@@ -24,13 +24,16 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
         kv_transfer_config=transfer,
         additional_config=additional,
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            enable_expert_parallel=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
-        model_config=SimpleNamespace(model="some/model"),
+        model_config=SimpleNamespace(model="some/model", quantization=None),
         use_v2_model_runner=False,
     )
 
@@ -184,6 +187,24 @@ def test_what_cannot_be_combined_is_refused_by_knob_value_and_fix(path: str, val
     Settings.of(config).check_combination(config)
     set_at(path, value)(config)
     with pytest.raises(UnsupportedError, match=words):
+        Settings.of(config).check_combination(config)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "quantization", "fits"),
+    [(True, None, True), (False, "fp8", True), (True, "compressed-tensors", False)],
+)
+def test_quantised_experts_spread_over_ranks_are_refused_by_name(
+    parallel: bool, quantization: str | None, fits: bool
+):
+    """vLLM's kernels would read past the end of a rank's own experts."""
+    config = launch()
+    config.parallel_config.enable_expert_parallel = parallel
+    config.model_config.quantization = quantization
+    if fits:
+        Settings.of(config).check_combination(config)
+        return
+    with pytest.raises(UnsupportedError, match=r"enable_expert_parallel=True: .*set it to false"):
         Settings.of(config).check_combination(config)
 
 

@@ -198,6 +198,13 @@ def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
             "vLLM refuses it on CPU; set it to 1",
         ),
         (
+            parallel.enable_expert_parallel and vllm_config.model_config.quantization is not None,
+            "enable_expert_parallel",
+            True,
+            "vLLM's CPU kernels of quantised experts look for other ranks' experts in their own weights; "
+            "set it to false, or serve unquantised weights",
+        ),
+        (
             cache.cache_dtype not in ("auto", "float16", "bfloat16"),
             "kv_cache_dtype",
             cache.cache_dtype,
