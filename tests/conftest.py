@@ -21,6 +21,7 @@ TIMED = (
     "conformance/test_transports",
     "e2e/test_e2e_kvpp",
     "e2e/test_e2e_pd",
+    "e2e/test_e2e_replicas",
 )
 
 

@@ -2,7 +2,7 @@
 
 NOT_TESTED_PAIRS: dict[str, str] = {
     "no end-to-end test has them together with data-parallel replicas": (
-        "kvpp+dp prefill+dp li-c8+dp sfa-c8+dp tp+dp pp+dp dp+mtp dp+prefix dp+async dp+compiled dp+bf16"
+        "kvpp+dp li-c8+dp sfa-c8+dp tp+dp pp+dp dp+mtp dp+prefix dp+async dp+compiled dp+bf16"
     ),
     "vLLM's Model Runner V1 does not support asynchronous steps in a pipeline": ("pp+async"),
     "one engine as both ends (`kv_role` kv_both): the tests have an engine for each end": ("prefill+decode"),

@@ -155,3 +155,26 @@ def test_each_decode_replica_reads_from_prefill_at_a_port_of_its_own(
             replica.check_at_rest()
         assert_at_rest(sender)
         assert sender.statistics()["sends_done"] == COUNT * PULLED
+
+
+@pytest.mark.features("prefill", "layerwise", "dp", "chunked")
+@pytest.mark.features("decode", "sparse")
+def test_decode_reads_from_each_prefill_replica(
+    tmp_path: Path, model_of: ModelOf, transformers_tokens: TransformersTokens
+) -> None:
+    """Both at once, each with half of the experts, to one decode engine."""
+    model, expected = model_of("glm"), transformers_tokens("glm")
+    layers = {"use_layerwise": True, "layerwise_num_shared_buffers": 2}
+    prefill = {**remote("producer", **layers), **EXPERTS, **CHUNKED}
+    decode = {**remote("consumer", free_port()), **sparse(buffer=32)}
+    with Fleet(model, tmp_path) as fleet, replicated(model, tmp_path, **prefill) as engine:
+        (receiver,) = fleet.start(("decode", decode, "1"))
+        pairs: list[Pair] = [fleet.pair(replica, receiver) for replica in engine.replicas]
+        asked = [[pair.submit(prompt, NEW_TOKENS) for prompt in model.prompts] for pair in pairs]
+        for pair, names in zip(pairs, asked, strict=True):
+            assert [pair.tokens(name) for name in names] == expected
+        for replica in engine.replicas:
+            replica.check_at_rest()
+            assert replica.statistics()["sends_done"] == PULLED
+        assert_at_rest(receiver)
+        assert receiver.statistics()["pulls_done"] == COUNT * PULLED

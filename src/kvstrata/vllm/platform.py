@@ -19,7 +19,7 @@ from .halves import merge_halves
 from .kvpp_checks import check_kvpp
 from .packed_cache import check_main_cache, refuse_without_mla
 from .remote_roles import check_remote
-from .settings import Settings, add_connector, index_topk, uses_kvstrata_connector
+from .settings import Settings, add_connector, check_experts, index_topk, uses_kvstrata_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,6 +92,7 @@ class KVStrataCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if _NATIVE_ROTARY not in custom_ops and "none" not in custom_ops:
             custom_ops.append(_NATIVE_ROTARY)
+        check_experts(vllm_config)
         if Settings.of(vllm_config).is_sparse:
             index_topk(vllm_config)  # refuses dense attention by name
         add_connector(vllm_config, Settings.of(vllm_config))

@@ -101,6 +101,21 @@ class Settings:
             )
 
 
+def check_experts(vllm_config: VllmConfig) -> None:
+    """Refuse experts over replicas of several ranks; called by the platform, whatever the connector.
+
+    Stock fault (vLLM 0.32, deepseek_v2.py): each rank of a replica then takes a part of a step's tokens, and
+    the model tells the part from the whole by its rows. Of a step of one token both have one.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.use_sequence_parallel_moe:
+        raise UnsupportedError(
+            f"enable_expert_parallel=True with tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"data_parallel_size={parallel.data_parallel_size}: vLLM 0.32 answers wrongly after steps of one "
+            "token; set enable_expert_parallel to false, or one of the sizes to 1"
+        )
+
+
 def _parse(name: str, extra_config: dict[str, Any]) -> ConnectorConfig:
     """The remote half alone has no store, and nothing to do without a port."""
     if name not in REMOTE_CONNECTORS:
