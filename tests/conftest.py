@@ -22,6 +22,7 @@ TIMED = (
     "conformance/test_transports",
     "e2e/test_e2e_kvpp",
     "e2e/test_e2e_pd",
+    "e2e/test_e2e_replicas",
 )
 
 ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)

@@ -29,6 +29,8 @@ class ProcessAnswer:
     worker: str  # its class, with its module
     platform: str  # its class
     attention: list[str]  # modules of the attention backends; empty where workers have their own processes
+    said: dict[str, list[Any]]  # by call, what every rank returned
+    accepted_drafts: float  # tokens
 
 
 def ask_in_new_process(
@@ -39,11 +41,13 @@ def ask_in_new_process(
     directory: Path,
     lose: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
+    calls: Sequence[str] = (),
 ) -> ProcessAnswer:
     """Ask batches of prompts, one after the other, of an engine with these `vllm.LLM` arguments.
 
     `lose` maps a batch to a rank, such as "tp1of2": what that rank is about to fetch from the store during
     that batch is removed after the lookup, in spite of its leases.
+    `calls` names methods of the workers, which are called before the first batch.
     Raises AssertionError with the end of the process's output when it fails or overruns its deadline.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,6 +59,7 @@ def ask_in_new_process(
                 "batches": [[list(prompt) for prompt in prompts] for prompts in batches],
                 "new_tokens": new_tokens,
                 "lose": [(lose or {}).get(at) for at in range(len(batches))],
+                "calls": list(calls),
             }
         )
     )
@@ -105,6 +110,7 @@ def main(job_file: str, answer_file: str) -> None:
 
     job = json.loads(Path(job_file).read_text())
     engine = Engine(LLM(**job["arguments"]))
+    said = {call: engine.llm.collective_rpc(call) for call in job["calls"]}
     outcomes = []
     for prompts, rank in zip(job["batches"], job["lose"], strict=True):
         with losing_objects_of(rank):
@@ -125,6 +131,8 @@ def main(job_file: str, answer_file: str) -> None:
             }
         ),
         statistics=engine.llm.collective_rpc(STATISTICS) if is_ours else [],
+        said=said,
+        accepted_drafts=engine.counter("vllm:spec_decode_num_accepted_tokens"),
     )
     Path(answer_file).write_text(json.dumps(asdict(result)))
     engine.llm.llm_engine.engine_core.shutdown()

@@ -122,6 +122,13 @@ RECIPES: dict[str, Recipe] = {
         },
         extra={**_ROUTER, "indexer_rope_interleave": True},
     ),
+    # To vLLM, data-parallel replicas of a model without experts are engines of their own.
+    "dsa-without-experts": Recipe(
+        architecture="DeepseekV32ForCausalLM",
+        seed=6,
+        overrides={**_MLA_BASE, **_INDEXER, "first_k_dense_replace": 4},
+        extra={**_ROUTER, "n_routed_experts": 0},
+    ),
     # Neither MLA nor sparse: kvstrata must leave it alone.
     "llama": Recipe(
         architecture="LlamaForCausalLM",
@@ -145,6 +152,9 @@ CACHE_SHAPES: dict[str, CacheShape] = {
     "dense": CacheShape(layers=4, main_row_elements=576),
     "dense-small-head": CacheShape(layers=4, main_row_elements=80),
     "dsa": CacheShape(layers=4, main_row_elements=576, index_row_elements=128, index_layers=(0, 1, 2, 3)),
+    "dsa-without-experts": CacheShape(
+        layers=4, main_row_elements=576, index_row_elements=128, index_layers=(0, 1, 2, 3)
+    ),
     "glm": CacheShape(layers=6, main_row_elements=576, index_row_elements=128, index_layers=(0, 1, 3, 5)),
     "llama": CacheShape(layers=3, main_row_elements=2 * 2 * 32),
     "tiny-dsv32": CacheShape(

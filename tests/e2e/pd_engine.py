@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,18 +29,26 @@ CALL_DEADLINE_S = 180.0
 END_DEADLINE_S = 60.0
 _SHOWN_LOG = 4000
 
+Serve = Callable[[Connection, dict[str, Any], str, str], None]
+
 
 class PdEngine:
     """The parent's side of one engine process. Calls may come from several threads."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], *, cpus: str, log: Path) -> None:
-        """Start the process; `cpus` is what vLLM binds its ranks to, `log` takes what it prints."""
+    def __init__(
+        self, name: str, arguments: dict[str, Any], *, cpus: str, log: Path, serve: Serve | None = None
+    ) -> None:
+        """Start the process; `cpus` is what vLLM binds its ranks to, `log` takes what it prints.
+
+        `serve` is what the process runs.
+        """
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.name = name
         self.free_at_start = -1
         self._log = log
-        self._process = context.Process(target=_serve, args=(theirs, arguments, cpus, str(log)), daemon=False)
+        given = (theirs, arguments, cpus, str(log))
+        self._process = context.Process(target=serve or _serve, args=given, daemon=False)
         self._process.start()
         theirs.close()
         self._lock = threading.Lock()

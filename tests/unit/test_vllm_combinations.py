@@ -31,6 +31,7 @@ def launch(*, role: str = "kv_both", tp: int = 1, pp: int = 1, additional: Any =
             data_parallel_index=0,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            enable_expert_parallel=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None

@@ -7,11 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
 
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
 from kvstrata.vllm import platform as platform_module
 from kvstrata.vllm.platform import KVStrataCpuPlatform, serves_mla
-from kvstrata.vllm.settings import Settings, add_connector, kvstrata_connectors, uses_kvstrata_connector
+from kvstrata.vllm.settings import (
+    Settings,
+    add_connector,
+    check_experts,
+    kvstrata_connectors,
+    uses_kvstrata_connector,
+)
 
 
 def launch(connector: str | None = "KVStrataConnector", extra: Any = None, additional: Any = None) -> Any:
@@ -24,14 +31,18 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
         kv_transfer_config=transfer,
         additional_config=additional,
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            enable_expert_parallel=False,
+            use_sequence_parallel_moe=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
         ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         speculative_config=None,
-        model_config=SimpleNamespace(model="some/model"),
+        model_config=SimpleNamespace(model="some/model", quantization=None),
         use_v2_model_runner=False,
     )
 
@@ -186,6 +197,38 @@ def test_what_cannot_be_combined_is_refused_by_knob_value_and_fix(path: str, val
     set_at(path, value)(config)
     with pytest.raises(UnsupportedError, match=words):
         Settings.of(config).check_combination(config)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "quantization", "fits"),
+    [(True, None, True), (False, "fp8", True), (True, "compressed-tensors", False)],
+)
+def test_quantised_experts_spread_over_ranks_are_refused_by_name(
+    parallel: bool, quantization: str | None, fits: bool
+):
+    """vLLM's kernels would read past the end of a rank's own experts."""
+    config = launch()
+    config.parallel_config.enable_expert_parallel = parallel
+    config.model_config.quantization = quantization
+    if fits:
+        Settings.of(config).check_combination(config)
+        return
+    with pytest.raises(UnsupportedError, match=r"enable_expert_parallel=True: .*set it to false"):
+        Settings.of(config).check_combination(config)
+
+
+def test_experts_over_replicas_of_several_ranks_are_refused_by_name():
+    """vLLM takes one row of one token for a part of the step's rows, and for the whole of them."""
+
+    def parallel(tensor: int, data: int, experts: bool) -> Any:
+        sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
+        return SimpleNamespace(parallel_config=ParallelConfig(**sizes, enable_expert_parallel=experts))
+
+    for allowed in ((1, 2, True), (2, 1, True), (2, 2, False)):
+        check_experts(parallel(*allowed))
+    words = r"enable_expert_parallel=True with tensor_parallel_size=2 and data_parallel_size=2.*to false"
+    with pytest.raises(UnsupportedError, match=words):
+        check_experts(parallel(2, 2, True))
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -3,6 +3,8 @@
 Stock limits lifted here, for MLA and DSA models only (vLLM 0.32): head size 576 only, block size 16 only,
 sparse attention refused, chunked prefill, prefix caching and asynchronous scheduling forced off. One stock
 fault is worked round: ``ops.rotary_embedding`` mis-rotates a 3-D query when key and query differ in heads.
+
+For every model with experts: expert parallelism (`cpu_experts`), data-parallel replicas (`cpu_communicator`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .halves import merge_halves
 from .kvpp_checks import check_kvpp
 from .packed_cache import check_main_cache, refuse_without_mla
 from .remote_roles import check_remote
-from .settings import Settings, add_connector, index_topk, uses_kvstrata_connector
+from .settings import Settings, add_connector, check_experts, index_topk, uses_kvstrata_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +34,7 @@ DEFAULT_BLOCK_TOKENS = 64
 _DENSE_BACKEND = "kvstrata.vllm.backend.KVStrataMLABackend"
 _SPARSE_BACKEND = "kvstrata.vllm.backend.KVStrataSparseMLABackend"
 _WORKER = "kvstrata.vllm.worker.KVStrataCPUWorker"
+_COMMUNICATOR = "kvstrata.vllm.cpu_communicator.KVStrataCpuCommunicator"
 _NATIVE_ROTARY = "-rotary_embedding"
 
 
@@ -49,6 +52,11 @@ class KVStrataCpuPlatform(CpuPlatform):
         if attn_selector_config.use_mla:
             return _SPARSE_BACKEND if attn_selector_config.use_sparse else _DENSE_BACKEND
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Return vLLM's CPU communicator with what data-parallel replicas of MoE models need besides."""
+        return _COMMUNICATOR
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -87,6 +95,7 @@ class KVStrataCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if _NATIVE_ROTARY not in custom_ops and "none" not in custom_ops:
             custom_ops.append(_NATIVE_ROTARY)
+        check_experts(vllm_config)
         if Settings.of(vllm_config).is_sparse:
             index_topk(vllm_config)  # refuses dense attention by name
         add_connector(vllm_config, Settings.of(vllm_config))

@@ -1,7 +1,8 @@
 """Entry points that vLLM loads: the CPU platform and the process-wide registrations.
 
-Both are declared in ``pyproject.toml``. Installed but not asked for, they change nothing: models
-without MLA keep vLLM's own backends, and platforms other than vLLM's stock CPU platform are left alone.
+Both are declared in ``pyproject.toml``. Installed but not asked for, they change nothing that works in vLLM
+itself: models without MLA keep vLLM's own backends, and platforms other than vLLM's stock CPU platform are
+left alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register kvstrata's connectors and, on kvstrata's own CPU platform, its MLA layer.
+    """Register kvstrata's connectors and, on kvstrata's own CPU platform, its MLA layer and experts.
 
     Called by vLLM once or more in every process (API server, engine core, workers); idempotent.
     """
@@ -47,9 +48,11 @@ def register() -> None:
 
     _register_connectors()
     if isinstance(current_platform, KVStrataCpuPlatform):
+        from .cpu_experts import register_cpu_experts
         from .mla_layer import register_mla_layer
 
         register_mla_layer()
+        register_cpu_experts()
 
 
 def _register_connectors() -> None:

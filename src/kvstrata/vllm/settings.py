@@ -94,6 +94,21 @@ class Settings:
         _settle_async_scheduling(vllm_config, self.connector.store)
 
 
+def check_experts(vllm_config: VllmConfig) -> None:
+    """Refuse experts over replicas of several ranks; called by the platform, whatever the connector.
+
+    Stock fault (vLLM 0.32, deepseek_v2.py): each rank of a replica then takes a part of a step's tokens, and
+    the model tells the part from the whole by its rows. Of a step of one token both have one.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.use_sequence_parallel_moe:
+        raise UnsupportedError(
+            f"enable_expert_parallel=True with tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"data_parallel_size={parallel.data_parallel_size}: vLLM 0.32 answers wrongly after steps of one "
+            "token; set enable_expert_parallel to false, or one of the sizes to 1"
+        )
+
+
 def _parse(name: str, extra_config: dict[str, Any]) -> ConnectorConfig:
     """The remote half alone has no store, and nothing to do without a port."""
     if name not in REMOTE_CONNECTORS:
@@ -206,6 +221,13 @@ def _refused(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
             "prefill_context_parallel_size",
             parallel.prefill_context_parallel_size,
             "vLLM refuses it on CPU; set it to 1",
+        ),
+        (
+            parallel.enable_expert_parallel and vllm_config.model_config.quantization is not None,
+            "enable_expert_parallel",
+            True,
+            "vLLM's CPU kernels of quantised experts look for other ranks' experts in their own weights; "
+            "set it to false, or serve unquantised weights",
         ),
         (
             cache.cache_dtype not in ("auto", "float16", "bfloat16"),
