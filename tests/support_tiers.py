@@ -90,6 +90,13 @@ pd_modes.py::test_asynchronous_decode_is_exact
 shell.py::test_the_readmes_servers_answer_the_readmes_question[sparse]
 shell.py::test_the_pages_launch_of_prefill_and_decode_answers_the_pages_question[docs/serving_pd.md]
 sparse_parallel.py::test_pipeline_stages_share_the_host_memory
+experts.py::test_each_rank_holds_half_of_the_experts_and_answers_are_exact[dense]
+experts.py::test_each_rank_holds_half_of_the_experts_and_answers_are_exact[compiled]
+experts.py::test_each_rank_holds_half_of_the_experts_and_answers_are_exact[sparse]
+experts.py::test_the_draft_layers_experts_are_halved_too_and_draft_as_well
+replicas.py::test_replicas_without_loads_are_wrong
+replicas.py::test_replicas_of_a_model_without_experts_share_what_they_store
+replicas.py::test_each_decode_replica_reads_from_prefill_at_a_port_of_its_own[dsa-without-experts]
 together.py::test_stages_of_ranks_are_exact[kvpp-bf16]
 together.py::test_stages_of_ranks_are_exact[sparse-float32]
 together.py::test_transfers_are_exact[owners-store-bf16]
