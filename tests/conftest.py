@@ -18,6 +18,7 @@ TIMED = (
     "unit/test_transport_",
     "conformance/test_owner_carriers",
     "conformance/test_remote_processes",
+    "conformance/test_store_",
     "conformance/test_transports",
     "e2e/test_e2e_kvpp",
     "e2e/test_e2e_pd",

@@ -16,6 +16,7 @@ from kvstrata import __version__
 from kvstrata.errors import KVStrataError
 from kvstrata.proxy.command import proxy_command
 from kvstrata.serve_pd.command import serve_pd_command
+from kvstrata.serve_store.command import store_serve_command
 from kvstrata.sim_cli import sim_command
 from kvstrata.store.cli import app as store_app
 from kvstrata.trace_cli import app as trace_app
@@ -138,6 +139,7 @@ def doctor_command(
 app.command("serve-pd")(serve_pd_command)
 app.command("proxy")(proxy_command)
 app.command("sim")(sim_command)
+store_app.command("serve")(store_serve_command)
 
 
 @bench_app.command("layerwise")
