@@ -285,7 +285,8 @@ def put_when_there_is_room(store: Store, name: StoreKey, data: bytes) -> None:
         return answers[-1] is not Status.FULL
 
     eventually(is_done)
-    assert answers[-1] is Status.OK
+    # FULL may also mean: it was put, and was not found again. The next try then finds it.
+    assert answers[-1] in ((Status.OK,) if len(answers) == 1 else (Status.OK, Status.EXISTS))
 
 
 def test_a_lease_keeps_an_object_through_a_flood(store: Store, case: Case, clock: ManualClock) -> None:

@@ -291,11 +291,30 @@ def test_skipping_loads_needs_no_sparse_offload():
 
 
 @pytest.mark.parametrize("backend", ["mooncake", "memcache"])
-def test_backends_of_later_versions_are_refused_by_name(backend):
-    with pytest.raises(
-        UnsupportedError, match=f"backend='{backend}' is not available in this version; use 'local'"
-    ):
-        connector(backend=backend)
+def test_a_pool_needs_no_address_and_has_its_own_protocols(backend):
+    """As a launch command of the seeds has it; the servers' own default ports are meant then."""
+    assert connector(backend=backend).store.store_address is None
+    other = "host_shm" if backend == "mooncake" else "shm"
+    with pytest.raises(ConfigurationError, match=rf"store_protocol='{other}' is none of backend='{backend}'"):
+        connector(backend=backend, store_protocol=other)
+
+
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [
+        ("mooncake", {"store_path": "/dev/shm/x"}),
+        ("memcache", {"store_spill_path": "/tmp/x"}),
+        ("memcache", {"store_client_address": "h:1"}),
+        ("mooncake", {"store_config_address": "h:1"}),
+        ("local", {"store_address": "h:1"}),
+        ("none", {"store_timeout_s": 1.0}),
+        ("local", {"store_protocol": "tcp"}),
+    ],
+)
+def test_a_knob_of_another_store_is_refused(backend, given):
+    (name,) = given
+    with pytest.raises(ConfigurationError, match=rf"{name}=.* has no effect with backend='{backend}'; set"):
+        connector(backend=backend, **given)
 
 
 def test_kvpp_and_sparse_offload_are_refused_together():

@@ -54,16 +54,15 @@ class PoolClient(Protocol):
         """Keep objects from eviction, for `ttl_s` or for the pool's own lease time, whichever is shorter."""
         ...
 
-    def let_go(self, keys: Sequence[str]) -> None:
-        """End what `hold` began, where the library can."""
-        ...
-
     def put(self, key: str, address: int, size_bytes: int) -> Status:
         """Store an object. OK also where the key was there before: the bytes of the first writer stay."""
         ...
 
-    def read(self, reads: Sequence[PoolRead]) -> list[Status]:
-        """Copy spans; `hold` came before. Whose bytes came is for the caller to find out."""
+    def read(self, reads: Sequence[PoolRead], *, lease_s: float) -> list[Status]:
+        """Copy spans. Whose bytes came is for the caller to find out.
+
+        Where the pool needs a lease for that, it is one of `lease_s`, unless `hold` got a longer one.
+        """
         ...
 
     def remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:

@@ -30,8 +30,13 @@ WORLD_SIZE = 256
 GIB = 1 << 30
 
 _POOL_TO_HOST, _HOST_TO_POOL = 2, 3
-_READ_LEASE_S = 4.0
-"""The library copies only from what this process has a lease on; renewed when less than half is left."""
+_LOOK_ONLY = 0  # the default leases once more, and nothing ends that lease
+_TRACK_S = 0.3
+_TRACK_PAUSE_S = 0.02
+"""The library copies only from what this process has a lease on, and keeps the place of an object until that
+lease ends, also when it was told to end it or the object is gone. It refuses a lease on a new object in that
+place (code -1): we ask again, this often and for so long. Hence leases are short, are renewed, and are never
+ended early: then a place is not used again before its lease is over here, too."""
 _PROBE_S = 2.0
 
 _STATUSES = {
@@ -56,8 +61,7 @@ class MemcacheClient:
         self._store = _shared.enter(self._settings, self.name)
         self._mapping: mmap.mmap | None = None
         self._memory = (0, 0)
-        self._lock = threading.Lock()
-        self._leased: dict[str, float] = {}  # until when, on the monotonic clock
+        self._leases = _shared.leases
         logger.info("using %s", self.name)
 
     def memory(self, size_bytes: int) -> int:
@@ -74,32 +78,24 @@ class MemcacheClient:
         return [answers.get(code, Status.BACKEND_DOWN) for code in _filled(found, len(keys))]
 
     def hold(self, keys: Sequence[str], *, ttl_s: float) -> list[Status]:
-        until_s = time.monotonic() + ttl_s
-        codes = _filled(self._store.batch_add_lease(list(keys), max(1, round(ttl_s * 1000))), len(keys))
-        statuses = [_status(code, "leasing") for code in codes]
-        with self._lock:
-            for key, status in zip(keys, statuses, strict=True):
-                if status is Status.OK:
-                    self._leased[key] = until_s
-                else:
-                    self._leased.pop(key, None)
-        return statuses
-
-    def let_go(self, keys: Sequence[str]) -> None:
-        with self._lock:
-            for key in keys:
-                self._leased.pop(key, None)
-        self._store.batch_remove_lease(list(keys))
+        ends_s = time.monotonic() + _TRACK_S
+        until_s, codes = self._lease(keys, ttl_s)
+        while (again := [at for at, code in enumerate(codes) if code == -1]) and time.monotonic() < ends_s:
+            time.sleep(_TRACK_PAUSE_S)
+            for at, code in zip(again, self._lease([keys[at] for at in again], ttl_s)[1], strict=True):
+                codes[at] = code
+        self._leases.note([key for key, code in zip(keys, codes, strict=True) if code == 0], until_s)
+        return [Status.MISSING if code == -1 else _status(code, "leasing") for code in codes]
 
     def put(self, key: str, address: int, size_bytes: int) -> Status:
         code = self._store.put_from(key, address, size_bytes, _HOST_TO_POOL)
         # A pool without room and an owner that just died answer alike: both may have room in a moment.
         return Status.FULL if code in (-1, -2, -3102) else _status(code, "putting")
 
-    def read(self, reads: Sequence[PoolRead]) -> list[Status]:
+    def read(self, reads: Sequence[PoolRead], *, lease_s: float) -> list[Status]:
         keys = [read.key for read in reads]
-        self._lease_for_reading(keys)
-        infos = self._store.batch_get_key_info(keys)
+        self._lease_for_reading(keys, lease_s)
+        infos = self._store.batch_get_key_info(keys, _LOOK_ONLY)
         if len(infos) != len(reads):
             return [Status.BACKEND_DOWN] * len(reads)
         statuses = []
@@ -121,6 +117,7 @@ class MemcacheClient:
         code = self._store.remove_all()
         if code != 0:
             raise StoreUnavailable(f"{self.name} was not cleared (code {code})")
+        time.sleep(self._leases.remaining_s())  # or new objects could not be read in the places of the old
         return None
 
     def close(self) -> None:
@@ -128,14 +125,17 @@ class MemcacheClient:
             self._store.unregister_buffer(*self._memory)
         _shared.leave()
 
-    def _lease_for_reading(self, keys: Sequence[str]) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            for key in [key for key, until_s in self._leased.items() if until_s <= now_s]:
-                del self._leased[key]
-            ending = [key for key in set(keys) if self._leased.get(key, 0.0) < now_s + _READ_LEASE_S / 2]
+    def _lease(self, keys: Sequence[str], ttl_s: float) -> tuple[float, list[int]]:
+        """Until when on the monotonic clock, and the library's code a key."""
+        until_s = time.monotonic() + ttl_s
+        return until_s, _filled(
+            self._store.batch_add_lease(list(keys), max(1, round(ttl_s * 1000))), len(keys)
+        )
+
+    def _lease_for_reading(self, keys: Sequence[str], lease_s: float) -> None:
+        ending = self._leases.ending(keys, lease_s / 2)
         if ending:
-            self.hold(ending, ttl_s=_READ_LEASE_S)
+            self.hold(ending, ttl_s=lease_s)
 
     def _copied(self, read: PoolRead, place: int) -> Status:
         spans = [span for span in read.spans if span.size_bytes]
@@ -158,10 +158,38 @@ class _Settings:
     timeout_s: int
 
 
+class _Leases:
+    """What the library has leases on in this process, and until when on the monotonic clock. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[str, float] = {}
+
+    def note(self, keys: Sequence[str], until_s: float) -> None:
+        """A lease was got or renewed."""
+        with self._lock:
+            for key in keys:
+                self._ends[key] = max(until_s, self._ends.get(key, 0.0))
+
+    def ending(self, keys: Sequence[str], within_s: float) -> list[str]:
+        """Those of the keys, each once, whose lease is over within so many seconds."""
+        now_s = time.monotonic()
+        with self._lock:
+            for key in [key for key, until_s in self._ends.items() if until_s <= now_s]:
+                del self._ends[key]
+            return [key for key in dict.fromkeys(keys) if self._ends.get(key, 0.0) < now_s + within_s]
+
+    def remaining_s(self) -> float:
+        """Until all leases are over."""
+        with self._lock:
+            return max(0.0, max(self._ends.values(), default=0.0) - time.monotonic())
+
+
 class _SharedClient:
     """The library's one client of this process, and how many use it."""
 
     def __init__(self) -> None:
+        self.leases = _Leases()
         self._lock = threading.Lock()
         self._users = 0
         self._settings: _Settings | None = None

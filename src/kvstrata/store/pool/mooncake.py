@@ -94,13 +94,10 @@ class MooncakeClient:
     def hold(self, keys: Sequence[str], *, ttl_s: float) -> list[Status]:
         return self.present(keys)  # the master leases what it is asked for, for as long as it was told to
 
-    def let_go(self, keys: Sequence[str]) -> None:
-        """Nothing: the master's lease ends by itself."""
-
     def put(self, key: str, address: int, size_bytes: int) -> Status:
         return _status(self._store.put_from(key, address, size_bytes))
 
-    def read(self, reads: Sequence[PoolRead]) -> list[Status]:
+    def read(self, reads: Sequence[PoolRead], *, lease_s: float) -> list[Status]:
         bases = [min(span.address for span in read.spans) for read in reads]
         sizes = [[[span.size_bytes for span in read.spans]] for read in reads]
         answers = self._store.get_into_ranges(

@@ -21,7 +21,7 @@ from kvstrata.store.pool.session import PoolSession, key_digest
 from kvstrata.store.pool.staging import Room
 from kvstrata.store.writes import OpenWrites
 
-_PAUSE_S = 0.01
+_PAUSE_S = 0.05
 """Between two tries of a put for which there was no room: pools evict in the background."""
 
 
@@ -126,8 +126,6 @@ class StagedWrites:
     def _whose(self, handle: WriteHandle) -> Status:
         """OK if the pool has our object, EXISTS if another writer's, FULL if it kept neither."""
         (found,) = self._session.envelopes([handle.key])
-        name = pool_key(handle.key)
-        self._session.run("letting go of what was put", lambda: self._session.client.let_go([name]))
         if isinstance(found, Envelope):
             return Status.OK if found.generation == handle.generation else Status.EXISTS
         return Status.FULL if found is Status.MISSING else found

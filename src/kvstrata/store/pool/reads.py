@@ -84,8 +84,11 @@ def _read_wave(
         address += _room(part)
     wanted = [_pool_read(reads[part.read][0], part) for part in placed]
     size_bytes = sum(part.size_bytes for part in placed)
+    lease_s = session.limits.read_lease_s
     answers = session.run_in(
-        room, f"reading {size_bytes} bytes of {len(placed)} objects", lambda: session.client.read(wanted)
+        room,
+        f"reading {size_bytes} bytes of {len(placed)} objects",
+        lambda: session.client.read(wanted, lease_s=lease_s),
     )
     for part, answer in zip(placed, answers, strict=True):
         if answer is Status.OK and not part.is_right():

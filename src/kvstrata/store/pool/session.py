@@ -37,7 +37,10 @@ class PoolLimits:
     deadline_s: float = 5.0  # of one call of the library
     rest_s: float = 1.0  # without calls, after one was given up
     full_wait_s: float = 0.5  # for the pool to evict, before a put is answered FULL
-    keep_every_s: float = 0.5  # leased objects are asked for this often; below the pool's own lease time
+    keep_every_s: float = 0.25  # leased objects are asked for this often
+    hold_s: float = 1.0  # for how long each time; the pool's own lease time is not shorter
+    read_lease_s: float = 1.0  # for one read, where a pool needs a lease for it
+    glance_lease_s: float = 0.1  # the same, for one look at a head
     late_after_s: float = 60.0  # a reservation older than this counts as quarantined
 
 
@@ -95,7 +98,8 @@ class PoolSession:
     def envelopes(self, keys: Sequence[StoreKey], *, ttl_s: float | None = None) -> list[Envelope | Status]:
         """The heads of objects, which are held from eviction for `ttl_s` first. Raises one of FAULTS.
 
-        None for `ttl_s`: they are held already.
+        None for `ttl_s`: they are only looked at. Any other is cut down to `hold_s`: who keeps a lease for
+        longer asks again.
         """
         found = self._heads([(key, FIRST_READ_BYTES) for key in keys], ttl_s=ttl_s)
         longer = [(at, head) for at, head in enumerate(found) if isinstance(head, int)]
@@ -138,10 +142,13 @@ class PoolSession:
             for name, address, size_bytes in zip(names, addresses, sizes, strict=True)
         ]
 
+        hold_s = None if ttl_s is None else min(ttl_s, self.limits.hold_s)
+        lease_s = self.limits.glance_lease_s
+
         def call() -> list[Status]:
-            held = [Status.OK] * len(names) if ttl_s is None else self.client.hold(names, ttl_s=ttl_s)
+            held = [Status.OK] * len(names) if hold_s is None else self.client.hold(names, ttl_s=hold_s)
             there = [at for at, status in enumerate(held) if status is Status.OK]
-            read = self.client.read([reads[at] for at in there]) if there else []
+            read = self.client.read([reads[at] for at in there], lease_s=lease_s) if there else []
             for at, status in zip(there, read, strict=True):
                 held[at] = status
             return held

@@ -127,15 +127,9 @@ class PooledStore:
         return answers
 
     def release(self, leases: Sequence[ReadLease]) -> None:
+        """As `Store.release`; the pool itself keeps the objects for its own lease time."""
         self._session.check_open()
         self._leases.release(leases)
-        still = self._held()
-        names = list({pool_key(lease.key) for lease in leases if lease.key not in still})
-        if names:
-            try:
-                self._session.run("releasing", lambda: self._client.let_go(names))
-            except FAULTS as error:
-                self._session.down("release", error)  # the pool's own lease ends by itself
 
     def read(self, lease: ReadLease, ranges: Sequence[ByteRange]) -> Status:
         return self.read_many([(lease, ranges)])[0]
@@ -272,10 +266,8 @@ class PooledStore:
 
     def _hold_again(self, keys: Sequence[StoreKey]) -> None:
         names = [pool_key(key) for key in keys]
-        every_s = self._session.limits.keep_every_s
-        self._session.run(
-            f"keeping {len(names)} objects", lambda: self._client.hold(names, ttl_s=4 * every_s)
-        )
+        hold_s = self._session.limits.hold_s
+        self._session.run(f"keeping {len(names)} objects", lambda: self._client.hold(names, ttl_s=hold_s))
 
     def _envelopes_of(self, leases: Sequence[ReadLease]) -> dict[ReadLease, Envelope | Status]:
         """The heads that leases name: from memory, else from the pool; MISSING if another took its place."""
