@@ -248,6 +248,37 @@ def bench_residency_command(
         raise typer.Exit(1) from error
 
 
+@bench_app.command("store")
+def bench_store_command(
+    json_file: JsonFile = None,
+    repeats: Repeats = 7,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--store",
+            metavar="NAME",
+            help="local, mooncake, mooncake-tcp or memcache; may be repeated. Default: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Stores: puts and gets of 4 KiB to 16 MiB objects, as shares of memcpy's speed in the same run.
+
+    Every figure is a median; the raw runs are in the JSON. Servers are started where a store needs some, and
+    ended; what cannot run here is left out, with the reason. No engine; about 1.5 GiB of memory.
+
+    Example: kvstrata bench store --json build/bench-store.json
+    """
+    from kvstrata.bench.store import STORES, StoreBenchOptions, bench_store
+
+    try:
+        options = StoreBenchOptions(repeats=repeats, stores=tuple(store or STORES))
+        bench_store(options, json_file=json_file, console=Console())
+    except KVStrataError as error:
+        typer.echo(f"kvstrata: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
 @contextmanager
 def _errors_explained(log: Path) -> Iterator[None]:
     """Turn an exception into one line that says what to do, and exit code 1."""

@@ -32,7 +32,7 @@ CONNECTOR = {
     "layerwise_independent_layers": (["all"], [27, "1,4", None, True, [True], ["1"], [1.0], [[1]], {}], []),
     "layerwise_prefetch_layers": ([0, 8, None], WHOLE_TYPES, [-1]),
     "host_memory_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
-    "backend": (["none", "local"], WORD_TYPES, ["", "Local", "redis"]),
+    "backend": (["none", "local", "mooncake", "memcache"], WORD_TYPES, ["", "Local", "redis"]),
     "store_path": (["/dev/shm/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
     "store_size_GB": ([0.25, 3], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
@@ -48,6 +48,14 @@ CONNECTOR = {
     "remote_wait_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "remote_read_attempts": ([1, 100], [*WHOLE_TYPES, None], [0, 101]),
     "deadline_s": ([0.5, 120], [*NUMBER_TYPES, None], NUMBER_VALUES),
+}
+ADDRESSES = (["127.0.0.1:50051", "store-3:5000", None], [True, 3, ["x"]], ["", "a\0b"])
+POOL = {
+    "store_address": ADDRESSES,
+    "store_client_address": ADDRESSES,
+    "store_config_address": ADDRESSES,
+    "store_protocol": (["tcp", None], [True, 3, ["x"]], ["", "TCP", "ub"]),
+    "store_timeout_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
 }
 SPARSE = {
     "enabled": ([True, False], FLAG_TYPES, []),
@@ -75,6 +83,11 @@ def connector(**given):
     return parse_connector_config({"use_layerwise": True, "kv_port": 1000} | given)
 
 
+def pool(**given):
+    """Parse with the store that reads the knob."""
+    return connector(backend="memcache" if "store_config_address" in given else "mooncake", **given)
+
+
 def sparse(section, **given):
     """Parse with sparse offload on, as most of its knobs need."""
     config = {"sparse_kv_offload_config": {"enabled": True}}
@@ -94,6 +107,7 @@ def flat(config):
 # section -> (its knobs, how a value is given, what an error calls it)
 SECTIONS = {
     "connector": (CONNECTOR, lambda name, value: connector(**{name: value}), "{}"),
+    "pool": (POOL, lambda name, value: pool(**{name: value}), "{}"),
     "sparse": (
         SPARSE,
         lambda name, value: sparse("sparse_kv_offload_config", **{name: value}),
@@ -120,7 +134,7 @@ def cases(column):
 
 def test_every_knob_is_in_these_tables():
     connector_groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
-    assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR)
+    assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR) | set(POOL)
     assert {k.name for k in SparseOffloadConfig.knobs()} == set(SPARSE)
     assert {k.name for k in KvppConfig.knobs()} == set(KVPP) | set(TOP)
     assert {k.name for k in AdditionalConfig.knobs()} == set(OWN)
@@ -164,6 +178,11 @@ def test_defaults():
         "store_spill_path": None,
         "store_spill_size_GB": 8.0,
         "store_lease_s": 30.0,
+        "store_address": None,
+        "store_client_address": None,
+        "store_config_address": None,
+        "store_protocol": None,
+        "store_timeout_s": 5.0,
         "transfer_backend": "auto",
         "memfabric_transfer_protocol": "sdma",
         "kv_port": None,

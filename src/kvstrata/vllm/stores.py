@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.config import StoreConfig
+from kvstrata.config_store import StoreConfig
 from kvstrata.errors import ConfigurationError
 from kvstrata.store.base import Store
 from kvstrata.store.registry import default_store_path, open_store
