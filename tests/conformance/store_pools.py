@@ -110,11 +110,13 @@ def eventually(what: Callable[[], object], *, deadline_s: float = WAIT_DEADLINE_
         time.sleep(0.02)
 
 
-_loaded: list[ctypes.CDLL] = []  # for the life of the process: the libraries keep pointing into it
+_loaded: dict[Path, ctypes.CDLL] = {}  # for the life of the process: the libraries keep pointing into it
 
 
 def _without_ascend(directory: Path) -> dict[str, str]:
     """Build and load the test aid here; return what loads it into the servers."""
+    for aid in _loaded:
+        return {"LD_PRELOAD": str(aid), "ASCEND_HOME_PATH": os.environ["ASCEND_HOME_PATH"]}
     if os.environ.get("ASCEND_HOME_PATH"):
         return {}  # a machine with a driver needs no aid
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -125,5 +127,5 @@ def _without_ascend(directory: Path) -> dict[str, str]:
     aid = directory / "memcache_without_ascend.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", aid, _AID, "-ldl"], check=True)
     os.environ["ASCEND_HOME_PATH"] = str(home)
-    _loaded.append(ctypes.CDLL(str(aid), mode=ctypes.RTLD_GLOBAL))
+    _loaded[aid] = ctypes.CDLL(str(aid), mode=ctypes.RTLD_GLOBAL)
     return {"LD_PRELOAD": str(aid), "ASCEND_HOME_PATH": str(home)}
