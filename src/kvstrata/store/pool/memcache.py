@@ -93,18 +93,13 @@ class MemcacheClient:
         return Status.FULL if code in (-1, -2, -3102) else _status(code, "putting")
 
     def read(self, reads: Sequence[PoolRead], *, lease_s: float) -> list[Status]:
-        keys = [read.key for read in reads]
-        self._lease_for_reading(keys, lease_s)
-        infos = self._store.batch_get_key_info(keys, _LOOK_ONLY)
-        if len(infos) != len(reads):
-            return [Status.BACKEND_DOWN] * len(reads)
-        statuses = []
-        for read, info in zip(reads, infos, strict=True):
-            places = info.gva_list()
-            end = max(span.offset + span.size_bytes for span in read.spans)
-            statuses.append(
-                self._copied(read, places[0]) if places and end <= info.size() else Status.MISSING
-            )
+        statuses = self._read(reads, lease_s)
+        # A lease may be on an object that is gone, with another one under its key: then once more.
+        again = [at for at, status in enumerate(statuses) if status is Status.MISSING]
+        if again:
+            self._leases.forget([reads[at].key for at in again])
+            for at, status in zip(again, self._read([reads[at] for at in again], lease_s), strict=True):
+                statuses[at] = status
         return statuses
 
     def remove(self, keys: Sequence[str], *, force: bool) -> list[Status]:
@@ -124,6 +119,21 @@ class MemcacheClient:
         if self._memory[0]:
             self._store.unregister_buffer(*self._memory)
         _shared.leave()
+
+    def _read(self, reads: Sequence[PoolRead], lease_s: float) -> list[Status]:
+        keys = [read.key for read in reads]
+        self._lease_for_reading(keys, lease_s)
+        infos = self._store.batch_get_key_info(keys, _LOOK_ONLY)
+        if len(infos) != len(reads):
+            return [Status.BACKEND_DOWN] * len(reads)
+        statuses = []
+        for read, info in zip(reads, infos, strict=True):
+            places = info.gva_list()
+            end = max(span.offset + span.size_bytes for span in read.spans)
+            statuses.append(
+                self._copied(read, places[0]) if places and end <= info.size() else Status.MISSING
+            )
+        return statuses
 
     def _lease(self, keys: Sequence[str], ttl_s: float) -> tuple[float, list[int]]:
         """Until when on the monotonic clock, and the library's code a key."""
@@ -164,12 +174,20 @@ class _Leases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[str, float] = {}
+        self._latest_s = 0.0
 
     def note(self, keys: Sequence[str], until_s: float) -> None:
         """A lease was got or renewed."""
         with self._lock:
             for key in keys:
                 self._ends[key] = max(until_s, self._ends.get(key, 0.0))
+            self._latest_s = max(until_s, self._latest_s)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """The leases are good for nothing, but the library keeps them until they end."""
+        with self._lock:
+            for key in keys:
+                self._ends.pop(key, None)
 
     def ending(self, keys: Sequence[str], within_s: float) -> list[str]:
         """Those of the keys, each once, whose lease is over within so many seconds."""
@@ -182,7 +200,7 @@ class _Leases:
     def remaining_s(self) -> float:
         """Until all leases are over."""
         with self._lock:
-            return max(0.0, max(self._ends.values(), default=0.0) - time.monotonic())
+            return max(0.0, self._latest_s - time.monotonic())
 
 
 class _SharedClient:
