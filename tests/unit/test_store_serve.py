@@ -1,4 +1,4 @@
-"""`kvstrata store serve`: what is checked before anything starts, what is printed, how servers are started."""
+"""`kvstrata store serve`: what is checked before anything starts, what is printed, what is started."""
 
 from __future__ import annotations
 
