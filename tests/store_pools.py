@@ -65,7 +65,7 @@ class Pool:
             address=self.plan.address,
             size_bytes=POOL_BYTES,
             protocol=protocol,
-            client_address=self.plan.second_address if protocol != "tcp" else None,
+            client_address=self.plan.second_address if protocol == "shm" else None,
             config_address=self.plan.second_address,
             limits=limits,
         )

@@ -257,7 +257,7 @@ def bench_store_command(
         typer.Option(
             "--store",
             metavar="NAME",
-            help="local, mooncake, mooncake-tcp or memcache; may be repeated. Default: all of them.",
+            help="local, mooncake, mooncake-shm or memcache; may be repeated. Default: all of them.",
             show_default=False,
         ),
     ] = None,

@@ -63,7 +63,7 @@ class StoreConfig(Knobs):
     store_client_address: str | None = knob(
         Optional(Line("host:port")),
         None,
-        "Mooncake's client on this machine, used through shared memory; null: 127.0.0.1:50052, if there.",
+        "Mooncake's client on this machine, used through shared memory; null: 127.0.0.1:50052.",
     )
     store_config_address: str | None = knob(
         Optional(Line("host:port")),
@@ -87,8 +87,8 @@ class StoreConfig(Knobs):
     ) = knob(
         Optional(Word((*_MOONCAKE_PROTOCOLS, *_MEMCACHE_PROTOCOLS))),
         None,
-        'How bytes travel. Mooncake: "shm", "tcp" or "rdma"; null: "shm" with a client on this machine, else '
-        '"tcp". MemCache: the others, its servers\' own; null: "host_shm".',
+        'How bytes travel. Mooncake: "shm", "tcp" or "rdma"; null: "tcp"; "shm" only with a client on this '
+        'machine. MemCache: the others, its servers\' own; null: "host_shm".',
     )
     store_timeout_s: float = knob(
         SECONDS, 5.0, "Longest that one call to a pool may take; the blocks are computed again then."
@@ -113,6 +113,11 @@ class StoreConfig(Knobs):
                     f"{name}={value!r} has no effect with backend={self.backend!r}; "
                     f"set backend to {words}, or remove {name}"
                 )
+        if self.store_client_address is not None and self.store_protocol != "shm":
+            raise ConfigurationError(
+                f"store_client_address={self.store_client_address!r} has no effect with store_protocol="
+                f'{self.store_protocol!r}; set store_protocol to "shm", or remove store_client_address'
+            )
         protocols = {"mooncake": _MOONCAKE_PROTOCOLS, "memcache": _MEMCACHE_PROTOCOLS}.get(self.backend)
         if protocols and self.store_protocol is not None and self.store_protocol not in protocols:
             words = ", ".join(f'"{word}"' for word in protocols)

@@ -85,6 +85,8 @@ def connector(**given):
 
 def pool(**given):
     """Parse with the store that reads the knob."""
+    if "store_client_address" in given:
+        given["store_protocol"] = "shm"
     return connector(backend="memcache" if "store_config_address" in given else "mooncake", **given)
 
 
@@ -324,6 +326,7 @@ def test_a_pool_needs_no_address_and_has_its_own_protocols(backend):
         ("mooncake", {"store_path": "/dev/shm/x"}),
         ("memcache", {"store_spill_path": "/tmp/x"}),
         ("memcache", {"store_client_address": "h:1"}),
+        ("mooncake", {"store_client_address": "h:1"}),
         ("mooncake", {"store_config_address": "h:1"}),
         ("local", {"store_address": "h:1"}),
         ("none", {"store_timeout_s": 1.0}),
@@ -332,7 +335,10 @@ def test_a_pool_needs_no_address_and_has_its_own_protocols(backend):
 )
 def test_a_knob_of_another_store_is_refused(backend, given):
     (name,) = given
-    with pytest.raises(ConfigurationError, match=rf"{name}=.* has no effect with backend='{backend}'; set"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"{name}=.* has no effect with (backend='{backend}'|store_protocol=None); set",
+    ):
         connector(backend=backend, **given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,9 @@ def test_a_local_store_is_made_and_its_json_printed(tmp_path: Path) -> None:
     assert (path / "kvstrata-store.json").exists()
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "memcache"])
-def test_engines_are_told_where_the_servers_are(backend: str) -> None:
-    config = engine_config(plan(backend))
+@pytest.mark.parametrize(("backend", "protocol"), [("mooncake", "shm"), ("memcache", "host_shm")])
+def test_engines_are_told_where_the_servers_are(backend: str, protocol: str) -> None:
+    config = engine_config(replace(plan(backend), protocol=protocol))
     store = parse_connector_config(config["kv_connector_extra_config"]).store
     assert (store.backend, store.store_address) == (backend, "127.0.0.1:1001")
     second = store.store_client_address if backend == "mooncake" else store.store_config_address

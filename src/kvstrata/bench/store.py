@@ -36,7 +36,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"4KiB": (4 * KIB, 64), "64KiB": (64 * KIB, 64), "1MiB": (MIB, 32), "16MiB": (16 * MIB, 2)}
 """Name of a size -> its bytes, and how many objects."""
 
-STORES = ("local", "mooncake", "mooncake-tcp", "memcache")
+STORES = ("local", "mooncake", "mooncake-shm", "memcache")
 STORE_BYTES = 512 * MIB
 _HOST = "127.0.0.1"
 _START_DEADLINE_S = 60.0
@@ -226,7 +226,7 @@ def _opened(name: str) -> Iterator[Store]:
             store = open_pool(
                 backend,
                 address=plan.address,
-                client_address=plan.second_address if name == "mooncake" else None,
+                client_address=plan.second_address if protocol == "shm" else None,
                 config_address=plan.second_address if backend == "memcache" else None,
                 protocol=protocol or None,
                 size_bytes=STORE_BYTES,

@@ -73,7 +73,10 @@ def engine_config(plan: StorePlan) -> dict[str, Any]:
         "store_size_GB": plan.size_bytes / GIB,
     }
     if plan.backend == "mooncake":
-        knobs["store_client_address"] = plan.second_address
+        if plan.protocol == "shm":
+            knobs["store_client_address"] = plan.second_address
+        if plan.protocol is not None:
+            knobs["store_protocol"] = plan.protocol
     else:
         knobs["store_config_address"] = plan.second_address
         knobs["store_protocol"] = plan.protocol or memcache.PROTOCOL
@@ -119,7 +122,7 @@ def _mooncake(plan: StorePlan) -> tuple[Server, ...]:
         "--metadata_server=P2PHANDSHAKE",
         f"--global_segment_size={max(1, plan.size_bytes // _MIB)} MB",
         f"--local_buffer_size={max(64, plan.size_bytes // _MIB // 8)} MB",
-        f"--protocol={plan.protocol or 'tcp'}",
+        f"--protocol={'rdma' if plan.protocol == 'rdma' else 'tcp'}",
         "--threads=4",
         "--logtostderr",
     )

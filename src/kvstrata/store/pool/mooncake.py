@@ -1,7 +1,8 @@
 """Mooncake Store. On the master's machines a `mooncake_client` owns memory; engines bring none of their own.
 
-Where such a client runs on this machine, engines reach it through shared memory, which is several times as
-fast; otherwise the library talks TCP to whoever owns an object. Facts about the library: docs/data_plane.md.
+The library talks TCP to whoever owns an object. Where such a client runs on this machine, engines may reach
+it through shared memory instead, which is several times as fast; but when that client dies, this release of
+the library may end the whole process (std::terminate), so one has to ask for it. See docs/data_plane.md.
 """
 
 from __future__ import annotations
@@ -126,19 +127,16 @@ class MooncakeClient:
 
 def _client_on_this_host(options: PoolOptions) -> str | None:
     """Address of the `mooncake_client` to use through shared memory; None for TCP or RDMA."""
-    if options.protocol not in (None, "shm"):
+    if options.protocol != "shm":
         return None
     address = options.client_address or f"127.0.0.1:{CLIENT_PORT}"
     host, port = split_address("store_client_address", address)
     if is_listening(host, port, timeout_s=_PROBE_S):
         return f"{host}:{port}"
-    if options.protocol == "shm" or options.client_address is not None:
-        raise StoreUnavailable(
-            f"store_client_address={address!r}: no mooncake_client answers there; start it with `kvstrata "
-            'store serve --backend mooncake`, or set store_protocol to "tcp"'
-        )
-    logger.info("no mooncake_client at %s: the Mooncake pool is used over TCP", address)
-    return None
+    raise StoreUnavailable(
+        f"store_client_address={address!r}: no mooncake_client answers there; start it with `kvstrata "
+        'store serve --backend mooncake --protocol shm`, or set store_protocol to "tcp"'
+    )
 
 
 def _status(code: int) -> Status:
