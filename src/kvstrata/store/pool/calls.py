@@ -53,6 +53,7 @@ class BoundedCalls:
         self._rest_s = rest_s
         self._clock = clock
         self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
         self._idle: list[SimpleQueue[_Job | None]] = []
         self._rest_until = float("-inf")
         self._stuck = 0
@@ -84,6 +85,11 @@ class BoundedCalls:
             raise job.error
         result: _Result = job.result
         return result
+
+    def await_stuck(self, *, timeout_s: float) -> bool:
+        """Wait for the calls that were given up; whether all have returned."""
+        with self._returned:
+            return self._returned.wait_for(lambda: self._stuck == 0, timeout_s)
 
     def close(self) -> None:
         """End the idle threads; calls are refused from now on."""
@@ -117,6 +123,7 @@ class BoundedCalls:
                 job.ended.set()
                 is_late = job.is_given_up
                 self._stuck -= is_late
+                self._returned.notify_all()
                 if self._is_closed:
                     inbox.put(None)
                 else:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
+_left_open: list[PoolClient] = []
+
 FAULTS = (StoreError, DeadlineExceeded)
 """What a call on the data path answers with BACKEND_DOWN."""
 
@@ -35,6 +37,7 @@ class PoolLimits:
     """How long and how much. `BACKEND_DOWN` or `FULL` is the answer beyond."""
 
     deadline_s: float = 5.0  # of one call of the library
+    close_wait_s: float = 10.0  # for calls that were given up, before a pool is closed
     rest_s: float = 1.0  # without calls, after one was given up
     full_wait_s: float = 0.5  # for the pool to evict, before a put is answered FULL
     keep_every_s: float = 0.25  # leased objects are asked for this often
@@ -112,6 +115,12 @@ class PoolSession:
         """Let go of the pool. Called once, in the process that opened it."""
         self.check_open()
         self._is_closed = True
+        if not self.calls.await_stuck(timeout_s=self.limits.close_wait_s):
+            # Libraries crash when they are closed under a call: this client stays until the process ends.
+            logger.warning("%s is left open: calls that were given up still hang", self.client.name)
+            _left_open.append(self.client)
+            self.calls.close()
+            return
         try:
             self.run("close", self.client.close)
         except FAULTS as error:
