@@ -19,6 +19,7 @@ TIMED = (
     "conformance/test_owner_carriers",
     "conformance/test_remote_processes",
     "conformance/test_transport_owners",
+    "conformance/test_store_",
     "conformance/test_transports",
     "e2e/test_e2e_kvpp",
     "e2e/test_e2e_pd",

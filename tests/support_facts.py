@@ -289,12 +289,6 @@ LIMITS = (
         words="the store keeps whole blocks",
         test="tests/unit/test_vllm_settings.py::test_hashes_finer_than_a_block_do_not_name_store_objects",
     ),
-    Limit(
-        what='`backend` "mooncake" or "memcache"',
-        beside=_ANY,
-        words="is not available in this version; use 'local'",
-        test="tests/unit/test_config.py::test_backends_of_later_versions_are_refused_by_name",
-    ),
 )
 
 NEITHER = {

@@ -16,6 +16,7 @@ from kvstrata import __version__
 from kvstrata.errors import KVStrataError
 from kvstrata.proxy.command import proxy_command
 from kvstrata.serve_pd.command import serve_pd_command
+from kvstrata.serve_store.command import store_serve_command
 from kvstrata.sim_cli import sim_command
 from kvstrata.store.cli import app as store_app
 from kvstrata.trace_cli import app as trace_app
@@ -138,6 +139,7 @@ def doctor_command(
 app.command("serve-pd")(serve_pd_command)
 app.command("proxy")(proxy_command)
 app.command("sim")(sim_command)
+store_app.command("serve")(store_serve_command)
 
 
 @bench_app.command("layerwise")
@@ -263,6 +265,37 @@ def bench_residency_command(
 
     try:
         bench_residency(ResidencyBenchOptions(repeats=repeats), json_file=json_file, console=Console())
+    except KVStrataError as error:
+        typer.echo(f"kvstrata: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@bench_app.command("store")
+def bench_store_command(
+    json_file: JsonFile = None,
+    repeats: Repeats = 7,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--store",
+            metavar="NAME",
+            help="local, mooncake, mooncake-shm or memcache; may be repeated. Default: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Stores: puts and gets of 4 KiB to 16 MiB objects, as shares of memcpy's speed in the same run.
+
+    Every figure is a median; the raw runs are in the JSON. Servers are started where a store needs some, and
+    ended; what cannot run here is left out, with the reason. No engine; about 1.5 GiB of memory.
+
+    Example: kvstrata bench store --json build/bench-store.json
+    """
+    from kvstrata.bench.store import STORES, StoreBenchOptions, bench_store
+
+    try:
+        options = StoreBenchOptions(repeats=repeats, stores=tuple(store or STORES))
+        bench_store(options, json_file=json_file, console=Console())
     except KVStrataError as error:
         typer.echo(f"kvstrata: {error}", err=True)
         raise typer.Exit(1) from error

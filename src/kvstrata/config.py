@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvstrata.config_kvpp import KvppConfig
+from kvstrata.config_store import StoreConfig
 from kvstrata.config_transfer import TransferConfig
 from kvstrata.config_values import (
+    GB,
+    GIGABYTES,
+    SECONDS,
     Flag,
     Knobs,
     Optional,
     Path,
     Positions,
-    Positive,
     Whole,
     Word,
     knob,
@@ -29,14 +32,8 @@ from kvstrata.config_values import (
 from kvstrata.core.buffers import default_prefetch_layers
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, UnsupportedError
 
-GB = 1 << 30
-"""Bytes of one GB in every `_GB` knob: 2^30, as in vLLM's own memory settings."""
-
 _SPARSE = "sparse_kv_offload_config"
 _OWN = "kvstrata"
-
-GIGABYTES = Positive(1e-9, 1 << 20)
-SECONDS = Positive(0.1, 86400.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,46 +82,6 @@ class LayerwiseConfig(Knobs):
                     f"{name}={value} has no effect with use_layerwise=false; "
                     f"set use_layerwise to true, or remove {name}"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreConfig(Knobs):
-    """KV kept across requests and engines."""
-
-    backend: Literal["none", "local", "mooncake", "memcache"] = knob(
-        Word(("none", "local", "mooncake", "memcache")),
-        "local",
-        'Which store; "none": no store; "mooncake" and "memcache" are refused in this version.',
-    )
-    store_path: str | None = knob(
-        Optional(Path()), None, "Directory of the local store; null: one in shared memory for this user."
-    )
-    store_size_GB: float = knob(GIGABYTES, 1.0, "Most that the local store may take in shared memory.")
-    store_spill_path: str | None = knob(
-        Optional(Path()), None, "Directory on disk for what no longer fits; null: it is dropped."
-    )
-    store_spill_size_GB: float = knob(GIGABYTES, 8.0, "Most that store_spill_path may take.")
-    store_lease_s: float = knob(SECONDS, 30.0, "Seconds a reader's hold on a stored block lasts.")
-
-    @property
-    def store_size_bytes(self) -> int:
-        """Size of the local store in bytes."""
-        return int(self.store_size_GB * GB)
-
-    @property
-    def store_spill_size_bytes(self) -> int:
-        """Size of the spill in bytes; 0 without a spill path."""
-        return int(self.store_spill_size_GB * GB) if self.store_spill_path else 0
-
-    def _check_together(self) -> None:
-        if self.backend in ("mooncake", "memcache"):
-            raise UnsupportedError(f"backend={self.backend!r} is not available in this version; use 'local'")
-        default = type(self).store_spill_size_GB
-        if self.store_spill_path is None and self.store_spill_size_GB != default:
-            raise ConfigurationError(
-                f"store_spill_size_GB={self.store_spill_size_GB:g} has no effect without store_spill_path; "
-                "set store_spill_path, or remove store_spill_size_GB"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

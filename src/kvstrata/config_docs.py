@@ -9,9 +9,9 @@ from kvstrata.config import (
     ConnectorConfig,
     LayerwiseConfig,
     SparseOffloadConfig,
-    StoreConfig,
 )
 from kvstrata.config_kvpp import KvppConfig
+from kvstrata.config_store import StoreConfig
 from kvstrata.config_transfer import TransferConfig
 from kvstrata.config_values import Knobs, knob_path
 

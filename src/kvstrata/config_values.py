@@ -215,3 +215,10 @@ def knob_path(item: dataclasses.Field[Any]) -> str:
     """Name of a knob as the user writes it, with the object it stands in."""
     section = item.metadata["section"]
     return f"{section}.{item.name}" if section else item.name
+
+
+GB = 1 << 30
+"""Bytes of one GB in every `_GB` knob: 2^30, as in vLLM's own memory settings."""
+
+GIGABYTES = Positive(1e-9, 1 << 20)
+SECONDS = Positive(0.1, 86400.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from store_pools import Pool, running
 from transport_cases import (
     BIG,
     BIG_BYTES,
@@ -77,3 +78,15 @@ def reader(family: Family, producer: ProducerProcess, memory: Memory) -> Iterato
     reader = family.connect(producer.ticket, memory)
     yield reader
     reader.close()
+
+
+@pytest.fixture(scope="session")
+def mooncake_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with running("mooncake", tmp_path_factory.mktemp("mooncake")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def memcache_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with running("memcache", tmp_path_factory.mktemp("memcache")) as pool:
+        yield pool

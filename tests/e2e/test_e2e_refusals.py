@@ -101,7 +101,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         extra(use_layerwise=True, layerwise_shared_buffers=2),
         ["'layerwise_shared_buffers'", "did you mean 'layerwise_num_shared_buffers'"],
     ),
-    "backend-of-another-version": (extra(backend="mooncake"), ["backend='mooncake'", "local"]),
+    "knob-of-another-backend": (extra(store_address="h:1"), ["store_address='h:1'", "'local'"]),
     "negative-size": (extra(store_size_GB=-1), ["store_size_GB=-1", "above 0"]),
     "unknown-own-key": (kvstrata_config(indexer_dtype="int8"), ["'indexer_dtype'", "indexer_cache_dtype"]),
     "kvpp": ({"additional_config": {"enable_kvpp": True}}, ["enable_kvpp=true"]),

@@ -17,6 +17,7 @@ TIERS = {
     "core": 2,
     "config": 3,
     "config_kvpp": 3,
+    "config_store": 3,
     "config_transfer": 3,
     "config_values": 3,
     "kernels": 4,

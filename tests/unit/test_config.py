@@ -32,7 +32,7 @@ CONNECTOR = {
     "layerwise_independent_layers": (["all"], [27, "1,4", None, True, [True], ["1"], [1.0], [[1]], {}], []),
     "layerwise_prefetch_layers": ([0, 8, None], WHOLE_TYPES, [-1]),
     "host_memory_GB": ([0.5, 64, None], NUMBER_TYPES, NUMBER_VALUES),
-    "backend": (["none", "local"], WORD_TYPES, ["", "Local", "redis"]),
+    "backend": (["none", "local", "mooncake", "memcache"], WORD_TYPES, ["", "Local", "redis"]),
     "store_path": (["/dev/shm/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
     "store_size_GB": ([0.25, 3], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "store_spill_path": (["/var/tmp/x", None], [True, 3, ["x"]], ["", "a\0b", "a\udcffb"]),
@@ -48,6 +48,14 @@ CONNECTOR = {
     "remote_wait_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
     "remote_read_attempts": ([1, 100], [*WHOLE_TYPES, None], [0, 101]),
     "deadline_s": ([0.5, 120], [*NUMBER_TYPES, None], NUMBER_VALUES),
+}
+ADDRESSES = (["127.0.0.1:50051", "store-3:5000", None], [True, 3, ["x"]], ["", "a\0b"])
+POOL = {
+    "store_address": ADDRESSES,
+    "store_client_address": ADDRESSES,
+    "store_config_address": ADDRESSES,
+    "store_protocol": (["tcp", None], [True, 3, ["x"]], ["", "TCP", "ub"]),
+    "store_timeout_s": ([0.5, 30], [*NUMBER_TYPES, None], NUMBER_VALUES),
 }
 SPARSE = {
     "enabled": ([True, False], FLAG_TYPES, []),
@@ -75,6 +83,13 @@ def connector(**given):
     return parse_connector_config({"use_layerwise": True, "kv_port": 1000} | given)
 
 
+def pool(**given):
+    """Parse with the store that reads the knob."""
+    if "store_client_address" in given:
+        given["store_protocol"] = "shm"
+    return connector(backend="memcache" if "store_config_address" in given else "mooncake", **given)
+
+
 def sparse(section, **given):
     """Parse with sparse offload on, as most of its knobs need."""
     config = {"sparse_kv_offload_config": {"enabled": True}}
@@ -94,6 +109,7 @@ def flat(config):
 # section -> (its knobs, how a value is given, what an error calls it)
 SECTIONS = {
     "connector": (CONNECTOR, lambda name, value: connector(**{name: value}), "{}"),
+    "pool": (POOL, lambda name, value: pool(**{name: value}), "{}"),
     "sparse": (
         SPARSE,
         lambda name, value: sparse("sparse_kv_offload_config", **{name: value}),
@@ -120,7 +136,7 @@ def cases(column):
 
 def test_every_knob_is_in_these_tables():
     connector_groups = (LayerwiseConfig, StoreConfig, TransferConfig, ConnectorConfig)
-    assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR)
+    assert {k.name for group in connector_groups for k in group.knobs()} == set(CONNECTOR) | set(POOL)
     assert {k.name for k in SparseOffloadConfig.knobs()} == set(SPARSE)
     assert {k.name for k in KvppConfig.knobs()} == set(KVPP) | set(TOP)
     assert {k.name for k in AdditionalConfig.knobs()} == set(OWN)
@@ -164,6 +180,11 @@ def test_defaults():
         "store_spill_path": None,
         "store_spill_size_GB": 8.0,
         "store_lease_s": 30.0,
+        "store_address": None,
+        "store_client_address": None,
+        "store_config_address": None,
+        "store_protocol": None,
+        "store_timeout_s": 5.0,
         "transfer_backend": "auto",
         "memfabric_transfer_protocol": "sdma",
         "kv_port": None,
@@ -285,11 +306,34 @@ def test_skipping_loads_needs_no_sparse_offload():
 
 
 @pytest.mark.parametrize("backend", ["mooncake", "memcache"])
-def test_backends_of_later_versions_are_refused_by_name(backend):
+def test_a_pool_needs_no_address_and_has_its_own_protocols(backend):
+    """As a launch command of the seeds has it; the servers' own default ports are meant then."""
+    assert connector(backend=backend).store.store_address is None
+    other = "host_shm" if backend == "mooncake" else "shm"
+    with pytest.raises(ConfigurationError, match=rf"store_protocol='{other}' is none of backend='{backend}'"):
+        connector(backend=backend, store_protocol=other)
+
+
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [
+        ("mooncake", {"store_path": "/dev/shm/x"}),
+        ("memcache", {"store_spill_path": "/tmp/x"}),
+        ("memcache", {"store_client_address": "h:1"}),
+        ("mooncake", {"store_client_address": "h:1"}),
+        ("mooncake", {"store_config_address": "h:1"}),
+        ("local", {"store_address": "h:1"}),
+        ("none", {"store_timeout_s": 1.0}),
+        ("local", {"store_protocol": "tcp"}),
+    ],
+)
+def test_a_knob_of_another_store_is_refused(backend, given):
+    (name,) = given
     with pytest.raises(
-        UnsupportedError, match=f"backend='{backend}' is not available in this version; use 'local'"
+        ConfigurationError,
+        match=rf"{name}=.* has no effect with (backend='{backend}'|store_protocol=None); set",
     ):
-        connector(backend=backend)
+        connector(backend=backend, **given)
 
 
 def test_kvpp_and_sparse_offload_are_refused_together():

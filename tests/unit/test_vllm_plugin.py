@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.platforms.cpu import CpuPlatform
 
-from kvstrata.config import StoreConfig
+from kvstrata.config_store import StoreConfig
 from kvstrata.store import registry
 from kvstrata.store.local import LocalStore
 from kvstrata.vllm import hooks, mla_layer, plugin, stores

@@ -114,7 +114,7 @@ def test_fault_23_two_of_ours_under_multi_connector_are_refused_by_name():
             ["layerwise_num_shared_buffers=2", "use_layerwise"],
         ),
         ({"use_layerwize": True}, ConfigurationError, ["use_layerwize", "use_layerwise"]),
-        ({"backend": "mooncake"}, UnsupportedError, ["backend", "mooncake", "local"]),
+        ({"store_address": "h:1"}, ConfigurationError, ["store_address", "local", "mooncake"]),
         ({"backend": "redis"}, ConfigurationError, ["backend", "redis"]),
         ({"deadline_s": 0}, ConfigurationError, ["deadline_s", "0"]),
     ],

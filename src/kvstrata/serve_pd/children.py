@@ -54,6 +54,11 @@ class ChildProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Process id of the first process of the group."""
+        return self._process.pid
+
     def status(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
         return self._process.poll()

@@ -97,6 +97,9 @@ class WriteHandle:
 class StoreStatistics:
     """State and counters of the whole store: every process that uses it adds to the same ones.
 
+    A store on a pool of another engine has those of its process: objects are what it published and did not
+    see go, leases what it acquired, `abandoned` includes what the pool did not take.
+
     Invariants, in bytes (both hold at every commit, and `check_integrity()` checks them):
     `used + reserved + free == capacity`, `quarantined <= reserved`;
     `spill_used + spill_free == spill_capacity`.
@@ -189,8 +192,9 @@ class Store(Protocol):
     def publish(self, handle: WriteHandle) -> Status:
         """Make the object visible, all at once. EXISTS when another writer was first (its bytes stay).
 
-        Ends the handle in every case. Raises `StoreError`, and abandons, when a byte of the object
-        was never written or a write is in progress: a key is never readable before its last layer.
+        FULL where the store learns only now that there is no room; BACKEND_DOWN where it may still appear,
+        whole or not at all. Ends the handle in every case. Raises `StoreError`, and abandons, when a byte of
+        the object was never written or a write is in progress: a key is never readable before its last layer.
         """
         ...
 
@@ -199,7 +203,7 @@ class Store(Protocol):
         ...
 
     def remove(self, keys: Sequence[StoreKey], *, force: bool = False) -> list[Status]:
-        """Drop objects: OK, MISSING, or LEASED for one that is being read.
+        """Drop objects: OK, MISSING, or LEASED for one that is being read, or was a moment ago.
 
         `force` drops leased ones too: their readers get MISSING.
         """

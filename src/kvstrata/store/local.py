@@ -32,7 +32,7 @@ from kvstrata.store.format import StoreParameters
 from kvstrata.store.index import IndexFull
 from kvstrata.store.integrity import check_index
 from kvstrata.store.ledger import Ledger
-from kvstrata.store.records import ObjectRecord, Place
+from kvstrata.store.records import Extent, ObjectRecord, Place
 from kvstrata.store.session import FAULTS, Session, to_us
 from kvstrata.store.summary import summarise
 from kvstrata.store.writes import OpenWrites
@@ -55,7 +55,7 @@ class LocalStore:
         self._ledger = Ledger(
             Evictor(self._files.arena, self._files.spill), attachment.holder, deadline_us=to_us(deadline_s)
         )
-        self._writes = OpenWrites()
+        self._writes: OpenWrites[tuple[Extent, ...]] = OpenWrites()
 
     @classmethod
     def open(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,24 @@ from kvstrata.errors import ConfigurationError
 from kvstrata.store.base import Store
 from kvstrata.store.local import LocalStore
 
-_BACKENDS: dict[str, Callable[..., Store]] = {"local": LocalStore.open}
+
+def _open_pool(backend: str, **options: Any) -> Store:
+    from kvstrata.store.pool.opening import open_pool  # nothing of a pool is imported until one is chosen
+
+    return open_pool(backend, **options)
+
+
+_BACKENDS: dict[str, Callable[..., Store]] = {
+    "local": LocalStore.open,
+    "mooncake": partial(_open_pool, "mooncake"),
+    "memcache": partial(_open_pool, "memcache"),
+}
 
 
 def open_store(backend: str, **options: Any) -> Store:
-    """Open a store; `options` are those of the backend (local: see `LocalStore.open`).
+    """Open a store; `options` are those of the backend: see `LocalStore.open`, and `open_pool` for pools.
 
-    Raises `ConfigurationError` for a backend that this version does not have.
+    Raises `ConfigurationError` for a backend that this version does not have, and what the backend raises.
     """
     if backend not in _BACKENDS:
         known = ", ".join(sorted(_BACKENDS))

@@ -11,40 +11,42 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvstrata.errors import StoreError
 from kvstrata.store.base import Status, WriteHandle
-from kvstrata.store.records import Extent
+
+_Room = TypeVar("_Room")
 
 
 @dataclass(kw_only=True, slots=True)
-class _OpenWrite:
-    extents: tuple[Extent, ...]
+class _OpenWrite(Generic[_Room]):
+    room: _Room
     written: list[tuple[int, int]] = field(default_factory=list)  # sorted, disjoint, not touching
     in_progress: int = 0
     is_abandoned: bool = False
 
 
-class OpenWrites:
-    """Thread-safe. Decides when a reservation's room may be given back (M3)."""
+class OpenWrites(Generic[_Room]):
+    """Thread-safe. Decides when a reservation's room, whatever it is, may be given back (M3)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[int, _OpenWrite] = {}  # by generation
+        self._open: dict[int, _OpenWrite[_Room]] = {}  # by generation
 
-    def add(self, handle: WriteHandle, extents: tuple[Extent, ...]) -> None:
+    def add(self, handle: WriteHandle, room: _Room) -> None:
         with self._lock:
             assert handle.generation not in self._open
-            self._open[handle.generation] = _OpenWrite(extents=extents)
+            self._open[handle.generation] = _OpenWrite(room=room)
 
-    def begin(self, handle: WriteHandle) -> tuple[Extent, ...] | None:
+    def begin(self, handle: WriteHandle) -> _Room | None:
         """Where to write; None when the handle is not open here. `end` has to follow."""
         with self._lock:
             found = self._open.get(handle.generation)
             if found is None or found.is_abandoned:
                 return None
             found.in_progress += 1
-            return found.extents
+            return found.room
 
     def end(self, handle: WriteHandle, offset: int, size_bytes: int) -> bool:
         """Record what was written; True when the handle was abandoned and its room may go back now."""

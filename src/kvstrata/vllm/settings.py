@@ -10,10 +10,10 @@ from vllm.logger import init_logger
 from kvstrata.config import (
     AdditionalConfig,
     ConnectorConfig,
-    StoreConfig,
     parse_additional_config,
     parse_connector_config,
 )
+from kvstrata.config_store import StoreConfig
 from kvstrata.errors import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:

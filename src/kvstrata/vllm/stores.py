@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.config import StoreConfig
+from kvstrata.config_store import StoreConfig
 from kvstrata.errors import ConfigurationError
 from kvstrata.store.base import Store
 from kvstrata.store.registry import default_store_path, open_store
@@ -15,13 +15,25 @@ def open_configured_store(config: StoreConfig, *, object_bytes: int = 0) -> Stor
     """
     if config.backend == "none":
         return None
-    store = open_store(
-        config.backend,
-        path=config.store_path or default_store_path(),
-        size_bytes=config.store_size_bytes,
-        spill_path=config.store_spill_path,
-        spill_size_bytes=config.store_spill_size_bytes,
-    )
+    if config.backend == "local":
+        store = open_store(
+            config.backend,
+            path=config.store_path or default_store_path(),
+            size_bytes=config.store_size_bytes,
+            spill_path=config.store_spill_path,
+            spill_size_bytes=config.store_spill_size_bytes,
+        )
+    else:
+        store = open_store(
+            config.backend,
+            address=config.store_address,
+            client_address=config.store_client_address,
+            config_address=config.store_config_address,
+            protocol=config.store_protocol,
+            size_bytes=config.store_size_bytes,
+            object_bytes=object_bytes,
+            timeout_s=config.store_timeout_s,
+        )
     capacity_bytes = store.statistics().capacity_bytes
     if object_bytes > capacity_bytes:
         store.close()

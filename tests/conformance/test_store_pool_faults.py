@@ -1,0 +1,198 @@
+"""Pools whose servers are killed, stopped and restarted: misses and bounded waits, never a wrong byte.
+
+Real servers, one pool a test, with stores in this process. What is read is compared byte by byte every time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from store_pools import MIB, START_DEADLINE_S, Pool, eventually, running
+
+from kvstrata.store.base import ReadLease, Status
+from kvstrata.store.pool.envelope import pool_key
+from kvstrata.store.pool.session import PoolLimits
+from kvstrata.store.pool.store import PooledStore
+from kvstrata.store.testing import get_bytes, key, pattern, put_bytes, read_bytes
+
+LIMITS = PoolLimits(deadline_s=1.5, rest_s=0.2, full_wait_s=0.2)
+# A call meets the deadline at most twice, before and after it found the pool silent; the rest is slack.
+BOUND_S = 20.0
+LOST = (Status.MISSING, Status.PEER_LOST, Status.BACKEND_DOWN)
+# Not over Mooncake's shared memory: when its client on this machine dies, the library may end this process.
+KINDS: dict[str, tuple[str, str | None]] = {
+    "mooncake-tcp": ("mooncake", "tcp"),
+    "memcache": ("memcache", None),
+}
+DIRECTORIES = {"mooncake": "master", "memcache": "meta"}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str | None]:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def pool(kind: tuple[str, str | None], tmp_path: Path) -> Iterator[Pool]:
+    with running(kind[0], tmp_path) as pool:
+        yield pool
+
+
+@pytest.fixture
+def store(pool: Pool, kind: tuple[str, str | None]) -> Iterator[PooledStore]:
+    made = pool.open(protocol=kind[1], limits=LIMITS)
+    yield made
+    made.check_integrity()
+    made.close()
+
+
+@pytest.fixture
+def directory(kind: tuple[str, str | None]) -> str:
+    """The server that knows the keys; the other one, "owner", has the bytes."""
+    return DIRECTORIES[kind[0]]
+
+
+@contextmanager
+def stopped(pool: Pool, name: str) -> Iterator[None]:
+    os.kill(pool.processes.pid(name), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pool.processes.pid(name), signal.SIGCONT)
+
+
+def filled(store: PooledStore, count: int = 4) -> list[ReadLease]:
+    """Objects 0 .. count, each under a lease."""
+    for number in range(count):
+        assert put_bytes(store, key(number), pattern(number, MIB)) is Status.OK
+    leases = store.acquire([key(number) for number in range(count)], ttl_s=1000)
+    assert all(isinstance(lease, ReadLease) for lease in leases)
+    return [lease for lease in leases if isinstance(lease, ReadLease)]
+
+
+def check_reads(store: PooledStore, leases: list[ReadLease]) -> list[Status]:
+    """Read everything: the right bytes or a status that means a miss, in bounded time."""
+    statuses = []
+    for number, lease in enumerate(leases):
+        begun_s = time.monotonic()
+        got = read_bytes(store, lease)
+        assert time.monotonic() - begun_s < BOUND_S
+        assert got == pattern(number, MIB) or got in LOST
+        statuses.append(got if isinstance(got, Status) else Status.OK)
+    return statuses
+
+
+def works_again(store: PooledStore, number: int) -> bool:
+    put_bytes(store, key(number), pattern(number, MIB))
+    return get_bytes(store, key(number)) == pattern(number, MIB)
+
+
+@pytest.mark.parametrize("victim", ["directory", "owner"])
+def test_a_killed_server_means_misses_and_a_new_one_works(
+    store: PooledStore, pool: Pool, directory: str, victim: str
+) -> None:
+    name = directory if victim == "directory" else "owner"
+    leases = filled(store)
+    pool.processes.kill(name)
+    check_reads(store, leases)
+    begun_s = time.monotonic()
+    assert put_bytes(store, key(90), pattern(90, MIB)) not in (Status.OK, Status.EXISTS)
+    assert all(not isinstance(answer, ReadLease) for answer in store.acquire([key(91)], ttl_s=10))
+    assert time.monotonic() - begun_s < BOUND_S
+    pool.processes.start_one(name, deadline_s=START_DEADLINE_S)
+    numbers = iter(range(100, 10_000))
+    eventually(lambda: works_again(store, next(numbers)))
+    assert check_reads(store, leases) != [Status.OK] * len(leases)
+
+
+@pytest.mark.parametrize("victim", ["directory", "owner"])
+def test_a_stopped_server_costs_a_deadline_and_comes_back(
+    store: PooledStore, pool: Pool, directory: str, victim: str
+) -> None:
+    leases = filled(store)
+    with stopped(pool, directory if victim == "directory" else "owner"):
+        check_reads(store, leases)
+        begun_s = time.monotonic()
+        store.contains([key(0)])
+        put_bytes(store, key(90), pattern(90, MIB))
+        get_bytes(store, key(0))
+        assert time.monotonic() - begun_s < BOUND_S
+        store.check_integrity()
+    numbers = iter(range(100, 10_000))
+    eventually(lambda: works_again(store, next(numbers)))
+    eventually(lambda: store._session.calls.stuck == 0)
+    eventually(lambda: store._session.staging.usage() == (0, 0))  # what hung came back, and its memory too
+
+
+@pytest.mark.parametrize("victim", ["directory", "owner"])
+def test_servers_killed_while_many_threads_read_and_write(
+    store: PooledStore, pool: Pool, directory: str, victim: str
+) -> None:
+    """Whatever was in progress: right bytes or a miss."""
+    leases = filled(store)
+    name = directory if victim == "directory" else "owner"
+    is_over = threading.Event()
+    wrong: list[str] = []
+    rounds = [0, 0, 0]
+
+    def read(at: int) -> None:
+        while not is_over.is_set():
+            for number, lease in enumerate(leases):
+                got = read_bytes(store, lease, 1000 * at, 500_000)
+                expected = pattern(number, MIB)[1000 * at : 1000 * at + 500_000]
+                if got != expected and got not in LOST:
+                    wrong.append(f"object {number}: {got!r:.80}")
+            rounds[at] += 1
+
+    def write(at: int) -> None:
+        number = 1000
+        while not is_over.is_set():
+            number += 1
+            put_bytes(store, key(number), pattern(number, MIB))
+            got = get_bytes(store, key(number))
+            if got != pattern(number, MIB) and got not in LOST:
+                wrong.append(f"object {number}: {got!r:.80}")
+            rounds[at] += 1
+
+    threads = [threading.Thread(target=work, args=(at,)) for at, work in enumerate((read, read, write))]
+    for thread in threads:
+        thread.start()
+    try:
+        eventually(lambda: min(rounds) > 2)
+        pool.processes.kill(name)
+        seen = list(rounds)
+        eventually(lambda: all(now > before for now, before in zip(rounds, seen, strict=True)))
+        pool.processes.start_one(name, deadline_s=START_DEADLINE_S)
+        numbers = iter(range(100_000, 200_000))
+        eventually(lambda: works_again(store, next(numbers)))
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(BOUND_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_an_object_that_changed_under_its_key_is_never_read(store: PooledStore, pool: Pool) -> None:
+    """Negative control of all of the above: the checks find bytes that are not the object's."""
+    (lease,) = filled(store, 1)
+    envelope = next(iter(store._known.values()))
+    store.remove([key(0)], force=True)
+    raw = store._session.client
+    room = store._session.staging.take(2 * MIB)
+    assert room is not None
+    forged = envelope.encode() + pattern(0, MIB // 2) + pattern(1, MIB)[MIB // 2 :]
+    ctypes.memmove(room.address, forged, len(forged))
+    eventually(lambda: raw.put(pool_key(key(0)), room.address, len(forged)) is Status.OK)
+    assert read_bytes(store, lease, 0, MIB // 4) == pattern(0, MIB // 4)
+    assert read_bytes(store, lease) is Status.MISSING
+    assert get_bytes(store, key(0)) is Status.MISSING
+    store._session.staging.give_back(room)

@@ -1,0 +1,63 @@
+"""`kvstrata store serve`: what is checked before anything starts, what is printed, what is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.cli import app
+from kvstrata.config import parse_connector_config
+from kvstrata.serve_store.plan import StorePlan, engine_config, servers
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["store", "serve", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def plan(backend: str) -> StorePlan:
+    return StorePlan(
+        backend=backend,
+        size_bytes=3 << 30,
+        log_dir=Path("logs"),
+        port=1001,
+        second_port=1002,
+        metrics_port=1003,
+    )
+
+
+def test_a_local_store_is_made_and_its_json_printed(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    code, output, _ = run("--backend", "local", "--size-gb", "0.01", "--path", str(path))
+    assert code == 0
+    extra = json.loads(output)["kv_connector_extra_config"]
+    assert parse_connector_config(extra).store.store_path == str(path)
+    assert (path / "kvstrata-store.json").exists()
+
+
+@pytest.mark.parametrize(("backend", "protocol"), [("mooncake", "shm"), ("memcache", "host_shm")])
+def test_engines_are_told_where_the_servers_are(backend: str, protocol: str) -> None:
+    config = engine_config(replace(plan(backend), protocol=protocol))
+    store = parse_connector_config(config["kv_connector_extra_config"]).store
+    assert (store.backend, store.store_address) == (backend, "127.0.0.1:1001")
+    second = store.store_client_address if backend == "mooncake" else store.store_config_address
+    assert (second, store.store_size_bytes) == ("127.0.0.1:1002", 3 << 30)
+    assert [server.log.name for server in servers(plan(backend))][1] == f"{backend}-owner.log"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--backend", "redis"), "'redis'"),
+        (("--backend", "mooncake", "--path", "/tmp/x"), "--path"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+    code, output, errors = run(*words)
+    assert (code, output) == (1, "")
+    assert said in errors
