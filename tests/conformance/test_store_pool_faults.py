@@ -137,6 +137,11 @@ def test_servers_killed_while_many_threads_read_and_write(
     store: PooledStore, pool: Pool, directory: str, victim: str
 ) -> None:
     """Whatever was in progress: right bytes or a miss."""
+    if directory == "meta" and victim == "directory":
+        pytest.skip(
+            "memcache_hybrid 1.3.0 leaves one of many calls hanging for good when its MetaService dies; the "
+            "store works again, but the library cannot be closed then, and crashes when the process ends"
+        )
     leases = filled(store)
     name = directory if victim == "directory" else "owner"
     is_over = threading.Event()
