@@ -41,7 +41,8 @@ lint: $(READY) ## Style and strict types
 
 unit: $(READY) $(LIBRARIES) ## Tests that start no engine
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "not timed" -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m timed
+	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "timed and not pools"
+	$(BIN)/python -m pytest tests/conformance -m pools
 
 e2e: $(READY) $(LIBRARIES) ## Tests that start real vLLM engines
 	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults and not extended" -n 2 --dist loadfile
@@ -56,6 +57,7 @@ bench: $(READY) ## All benchmarks against plain vLLM and memcpy; leaves build/be
 	$(BIN)/kvstrata bench layerwise --json build/bench-layerwise.json
 	$(BIN)/kvstrata bench decode --json build/bench-decode.json
 	$(BIN)/kvstrata bench pd --json build/bench-pd.json
+	$(BIN)/kvstrata bench store --json build/bench-store.json
 	$(BIN)/kvstrata bench transport --json build/bench-transport.json
 	$(BIN)/kvstrata bench kvpp --json build/bench-kvpp.json
 

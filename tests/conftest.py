@@ -26,6 +26,9 @@ TIMED = (
     "e2e/test_e2e_replicas",
 )
 
+POOLS = ("conformance/test_store_",)
+"""Native libraries that no other test shall share a process with."""
+
 ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)
 """A second chance would find nothing left to interrupt."""
 
@@ -34,5 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in item.path.as_posix() for name in TIMED):
             item.add_marker(pytest.mark.timed)
+            if any(name in item.path.as_posix() for name in POOLS):
+                item.add_marker(pytest.mark.pools)
             if item.name not in ENDS_ITS_WORLD:
                 item.add_marker(pytest.mark.flaky(reruns=1))

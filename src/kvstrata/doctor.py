@@ -276,17 +276,15 @@ def _features(facts: Facts) -> tuple[Feature, ...]:
     store = facts.lmdb_error is None and facts.shared_memory_free_bytes is not None
     needs_engine = "" if engine else "needs vLLM with kvstrata's platform and connector, see above"
     needs_store = "" if store else "needs lmdb and shared memory, see above"
-    later = "not in this version"
     return (
         Feature(name="layerwise prefill offload", available=engine, why=needs_engine),
         Feature(name="sparse decode offload", available=engine, why=needs_engine),
         Feature(name="int8 indexer cache (LI-C8)", available=engine, why=needs_engine),
         Feature(name="store: local", available=store and engine, why=needs_store or needs_engine),
-        Feature(name="store: mooncake, memcache", available=False, why=later),
-        Feature(name="KVPP", available=False, why=later),
+        Feature(name="KVPP", available=engine, why=needs_engine),
         *(_reading_over(transport, facts, needs_engine) for transport in TRANSPORTS),
         *(_with_library(finding, needs_engine) for finding in facts.libraries),
-        Feature(name="CUDA and NPU devices", available=False, why=f"{later}, untested"),
+        Feature(name="CUDA and NPU devices", available=False, why="not in this version, untested"),
     )
 
 

@@ -46,6 +46,17 @@ def _transport(name: str) -> str | None:
     return transport_for(name).usable()
 
 
+def _store(backend: str) -> str | None:
+    from kvstrata.errors import StoreUnavailable
+    from kvstrata.store.pool.libraries import library
+
+    try:
+        library(backend)
+    except StoreUnavailable as error:
+        return str(error)
+    return None
+
+
 PROBES: tuple[LibraryProbe, ...] = (
     LibraryProbe(
         name="NIXL",
@@ -64,6 +75,18 @@ PROBES: tuple[LibraryProbe, ...] = (
         feature="prefill and decode over memfabric",
         distributions=("memfabric_hybrid",),
         unusable=partial(_transport, "memfabric"),
+    ),
+    LibraryProbe(
+        name="Mooncake Store",
+        feature="store: mooncake",
+        distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+        unusable=partial(_store, "mooncake"),
+    ),
+    LibraryProbe(
+        name="MemCache",
+        feature="store: memcache",
+        distributions=("memcache_hybrid",),
+        unusable=partial(_store, "memcache"),
     ),
 )
 

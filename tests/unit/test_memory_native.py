@@ -20,6 +20,16 @@ def test_a_system_that_has_it_needs_no_folder(monkeypatch: pytest.MonkeyPatch, t
     assert asked == ["libibverbs.so.1"]
 
 
+def test_programs_find_it_behind_what_they_are_given_already(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert native.library_path(tmp_path) == {"LD_LIBRARY_PATH": str(tmp_path)}
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/given")
+    assert native.library_path(tmp_path) == {"LD_LIBRARY_PATH": f"/given:{tmp_path}"}
+    assert native.library_path(tmp_path / "missing") == {}
+
+
 def test_else_the_folders_are_loaded_in_the_order_of_their_needs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

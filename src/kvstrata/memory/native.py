@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def load_ibverbs(folder: Path = NATIVE_FOLDER) -> None:
     with contextlib.suppress(OSError):
         for name in IBVERBS:
             ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+
+
+def library_path(folder: Path = NATIVE_FOLDER) -> dict[str, str]:
+    """Environment in which a program that is started finds it; empty without the folder."""
+    if not folder.is_dir():
+        return {}
+    given = os.environ.get("LD_LIBRARY_PATH")
+    return {"LD_LIBRARY_PATH": os.pathsep.join([given, str(folder)] if given else [str(folder)])}

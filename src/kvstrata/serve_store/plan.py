@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.errors import UnsupportedError
+from kvstrata.memory.native import library_path
 from kvstrata.store.pool import memcache, mooncake
 
 GIB = 1 << 30
@@ -101,7 +102,7 @@ def default_ports(backend: str) -> tuple[int, int]:
 
 def _mooncake(plan: StorePlan) -> tuple[Server, ...]:
     # The data ports of the library cannot be told to bind to one address in this release; see the docs.
-    environment = {"MC_TCP_BIND_ADDRESS": plan.host, **plan.environment}
+    environment = {"MC_TCP_BIND_ADDRESS": plan.host, **library_path(), **plan.environment}
     if plan.protocol != "rdma":
         environment["MC_FORCE_TCP"] = "1"
     master = (

@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from kvstrata.errors import StoreUnavailable
+from kvstrata.memory.native import load_ibverbs
 
 _MODULES = {"mooncake": "mooncake.store", "memcache": "memcache_hybrid"}
 _EXTRAS = {"mooncake": "kvstrata[mooncake]", "memcache": "kvstrata[ascend]"}
@@ -14,6 +15,8 @@ _EXTRAS = {"mooncake": "kvstrata[mooncake]", "memcache": "kvstrata[ascend]"}
 def library(backend: str) -> ModuleType:
     """The module behind a backend; raises `StoreUnavailable`."""
     name = _MODULES[backend]
+    if backend == "mooncake":
+        load_ibverbs()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
