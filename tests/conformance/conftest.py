@@ -97,13 +97,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[STATUS] = int(exitstatus)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mooncake_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with running("mooncake", tmp_path_factory.mktemp("mooncake")) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # one MetaService a machine: tests of faults have their own
 def memcache_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with running("memcache", tmp_path_factory.mktemp("memcache")) as pool:
         yield pool
