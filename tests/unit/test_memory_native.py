@@ -20,9 +20,7 @@ def test_a_system_that_has_it_needs_no_folder(monkeypatch: pytest.MonkeyPatch, t
     assert asked == ["libibverbs.so.1"]
 
 
-def test_programs_find_it_behind_what_they_are_given_already(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_programs_find_it_behind_what_they_are_given_already(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert native.library_path(tmp_path) == {"LD_LIBRARY_PATH": str(tmp_path)}
     monkeypatch.setenv("LD_LIBRARY_PATH", "/given")
