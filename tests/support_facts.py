@@ -162,8 +162,13 @@ RULES = (
     ),
     Rule(
         features=frozenset({"pp", "compiled"}),
-        words="vLLM 0.32 runs no compiled pipeline stages on CPU; add --enforce-eager",
+        words="stages on CPU; set enforce_eager to true",
         test="tests/unit/test_vllm_platform.py::test_traced_pipeline_stages_are_refused_by_name",
+    ),
+    Rule(
+        features=frozenset({"dp", "compiled"}),
+        words="cannot trace on CPU how replicas exchange tokens; set enforce_eager to true",
+        test="tests/unit/test_vllm_settings.py::test_compiled_replicas_with_experts_are_refused_by_name",
     ),
 )
 
@@ -289,10 +294,17 @@ LIMITS = (
         words="the store keeps whole blocks",
         test="tests/unit/test_vllm_settings.py::test_hashes_finer_than_a_block_do_not_name_store_objects",
     ),
+    Limit(
+        what="experts of a quantised model spread over ranks (`--enable-expert-parallel`)",
+        beside=_ANY,
+        words="look for other ranks' experts in their own weights",
+        test="tests/unit/test_vllm_settings.py::test_quantised_experts_spread_over_ranks_are_refused_by_name",
+    ),
+    Limit(
+        what="`--enable-expert-parallel` with replicas of several tensor-parallel ranks",
+        beside="dp + tp",
+        words="vLLM 0.32 answers wrongly after steps of one token",
+        test="tests/unit/test_vllm_settings.py"
+        "::test_experts_over_replicas_of_several_ranks_are_refused_by_name",
+    ),
 )
-
-NEITHER = {
-    "expert parallelism (`--enable-expert-parallel`)": "vLLM 0.32's CPU experts ignore the map of experts to "
-    "ranks and crash, with or without kvstrata. kvstrata neither refuses nor tests it.",
-}
-"""What is outside the matrix without a refusal: it is not kvstrata that ends it."""

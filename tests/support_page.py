@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from support_facts import FEATURES, LIMITS, NAMES, NEITHER, OURS, RULES, Rule
+from support_facts import FEATURES, LIMITS, NAMES, OURS, RULES, Rule
 from support_gaps import NOT_TESTED_PAIRS
 from support_matrix import Engine, Matrix, Run
 
@@ -179,8 +179,8 @@ def _rules(effect: str) -> Iterator[str]:
 def _outside() -> Iterator[str]:
     rows = ((limit.what, limit.beside, f"“{limit.words}”", f"`{limit.test}`") for limit in LIMITS)
     yield from _table(("what", "beside", "what it says", "shown by"), rows)
-    for what, why in NEITHER.items():
-        yield from ("", f"Neither refused nor tested: {what}. {why}")
+    yield ""
+    yield "Expert parallelism is in no cell, for it touches no KV: `tests/e2e/test_e2e_experts.py` shows it."
 
 
 def _not_tested() -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -25,8 +23,6 @@ from transport_cases import (
 from kvstrata.remote.holds import Hold
 from kvstrata.remote.transports.base import Reader
 from kvstrata.remote.transports.testing import Memory, ProducerProcess
-
-STATUS = pytest.StashKey[int]()
 
 
 @pytest.fixture(params=FAMILIES, scope="session")
@@ -82,19 +78,6 @@ def reader(family: Family, producer: ProducerProcess, memory: Memory) -> Iterato
     reader = family.connect(producer.ticket, memory)
     yield reader
     reader.close()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave without what MemCache's library does at the end of a process that has lost its servers: crash."""
-    if "memcache_hybrid" in sys.modules and config.stash.get(STATUS, None) is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(config.stash[STATUS])
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    session.config.stash[STATUS] = int(exitstatus)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ _OWN = {"li-c8": {"indexer_cache_dtype": "int8"}, "sfa-c8": {"main_cache_dtype":
 _VLLM: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
+    "dp": {"data_parallel_size": 2},
     "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "chunked": {"max_num_batched_tokens": CHUNK_TOKENS},
     "prefix": {"enable_prefix_caching": True},
@@ -43,11 +44,18 @@ COUNTERS = {
 
 
 def arguments_with(
-    features: Iterable[str], model: Model, *, store: Path | None = None, port: int = 1, **more: Any
+    features: Iterable[str],
+    model: Model,
+    *,
+    store: Path | None = None,
+    port: int = 1,
+    in_halves: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return `vllm.LLM` arguments of an engine with exactly these features; `more` goes to vLLM.
 
-    `store` is where the one of "store" lives, `port` what "decode" listens on.
+    `store` is where the one of "store" lives, `port` what "decode" listens on. `in_halves`: name
+    the seeds' two connectors under vLLM's MultiConnector instead of one.
     """
     wanted = set(features)
     connector: dict[str, Any] = {"backend": "none"}
@@ -63,20 +71,26 @@ def arguments_with(
     if "pp" in wanted and "layerwise" in wanted:
         connector["layerwise_num_shared_buffers"] = 1  # a stage has half of the layers
     roles = [role for feature, role in _ROLES.items() if feature in wanted]
-    if roles:
-        connector |= _REMOTE | {"kv_port": port}
-    if roles or wanted & set(_CONNECTOR):
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "KVStrataConnector",
-            "kv_role": roles[0] if len(roles) == 1 else "kv_both",
-            "kv_connector_extra_config": connector,
-        }
+    role = roles[0] if len(roles) == 1 else "kv_both"
+    remote = _REMOTE | {"kv_port": port} if roles else {}
+    if in_halves:
+        halves = [
+            _connector("SfaRemoteD2HConnector", role, remote),
+            _connector("AscendStoreConnector", "kv_both", connector),
+        ]
+        arguments["kv_transfer_config"] = _connector("MultiConnector", role, {"connectors": halves})
+    elif roles or wanted & set(_CONNECTOR):
+        arguments["kv_transfer_config"] = _connector("KVStrataConnector", role, connector | remote)
     additional: dict[str, Any] = {"kvstrata": own}
     if "sparse" in wanted:
         additional["sparse_kv_offload_config"] = {"enabled": True, "topk_buffer_size": 64}
     if "kvpp" in wanted:
         additional["enable_kvpp"] = True
     return engine_arguments(model, additional_config=additional, **arguments, **more)
+
+
+def _connector(name: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
 
 
 def idle(features: Iterable[str], statistics: Iterable[dict[str, Any]]) -> list[str]:

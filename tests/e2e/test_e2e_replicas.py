@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from checks import NEW_TOKENS, ModelOf, PlainAnswers, TransformersTokens
-from engines import SKIP_LOADS, engine_arguments, layerwise, sparse
-from models import Model
+from engines import SKIP_LOADS, engine_arguments, layerwise, open_engine, sparse
+from models import Model, ledger
 from pd import Fleet, Pair, advertised_blocks, assert_at_rest, free_port, remote
 from rank_extension import HELD_EXPERTS
 from replicas import COUNT, TWO_REPLICAS, ReplicatedEngine
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.whole_machine
 
 CHUNKED = {"max_num_batched_tokens": 48}
 EXPERTS = {"enable_expert_parallel": True}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 FULL_HIT = [0, 0, 48, 128, 240]
 NO_HIT = [0, 0, 0, 0, 0]
 PULLED = 3  # of the model's prompts: the others have a block at most
@@ -100,6 +101,29 @@ def test_replicas_with_hot_rows_are_exact(
             assert statistics["evicted_rows"] > 0
             assert statistics["hit_rows"] + statistics["missed_rows"] == statistics["selected_rows"] > 0
             assert statistics["own_host_pool_bytes"] > 0
+            replica.check_at_rest()
+
+
+@pytest.mark.features("layerwise", "dp", "mtp", "async", "chunked", "prefix")
+def test_replicas_draft_together_and_are_exact(tmp_path: Path, model_of: ModelOf) -> None:
+    """The draft layer has experts too: a replica that idles takes part in the other's drafts."""
+    model = model_of("tiny-dsv32-mtp")
+    book = ledger(seed=1)
+    new_tokens = len(book.answers[0])
+    chunked = {"max_num_batched_tokens": 96}
+    with open_engine(model, **chunked) as plain_engine:
+        expected = plain_engine.ask(book.prompts, new_tokens).tokens
+    arguments = {**layerwise(shared=2), **EXPERTS, **MTP, **chunked, "async_scheduling": True}
+    with replicated(model, tmp_path, **arguments, enable_prefix_caching=True) as engine:
+        first, second = engine.ask(book.prompts[:9], book.prompts[9:], new_tokens=new_tokens)
+        assert first.tokens + second.tokens == expected
+        first, second = engine.ask([], book.prompts[:12], new_tokens=new_tokens)
+        assert second.tokens == expected[:12]
+        assert sum(second.cached_tokens) > 0
+        for replica in engine.replicas:
+            held = replica.ranks(HELD_EXPERTS)[0]
+            assert set(held["counts"].values()) == {4}
+            assert len(held["counts"]) == model.cache.layers - 1 + 1
             replica.check_at_rest()
 
 

@@ -15,6 +15,8 @@ from features import COMPILED, arguments_with, idle
 from models import Ledger, ledger
 from pd import Fleet, assert_at_rest, free_port
 from pd_engine import PdEngine
+from rank_extension import EXTENSION
+from replicas import ReplicatedEngine
 
 pytestmark = pytest.mark.whole_machine
 
@@ -28,6 +30,11 @@ EVERYWHERE = (*IN_STAGES, "mtp", "compiled")
 STAGES = {
     "kvpp": ("layerwise", "kvpp", "store", "tp", "pp", *IN_STAGES),
     "sparse": ("sparse", "store", "tp", "pp", *IN_STAGES),
+}
+REPLICAS = {
+    "rows": ("dp", "sparse", *IN_STAGES, "mtp", "async"),
+    "layers": ("dp", "pp", "layerwise", "store", *IN_STAGES),
+    "owners": ("dp", "tp", "kvpp", "layerwise", "store", *IN_STAGES, "mtp"),
 }
 OF_OWNERS = ("prefill", "layerwise", "kvpp", "tp", *EVERYWHERE)
 OF_ROWS = ("prefill", "sparse", *EVERYWHERE)
@@ -63,14 +70,14 @@ def with_dtype(features: tuple[str, ...], dtype: str) -> tuple[str, ...]:
     return features if dtype == "float32" else (*features, dtype)
 
 
-def lone() -> list[object]:
+def lone(engines: dict[str, tuple[str, ...]]) -> list[object]:
     return [
         pytest.param(
             with_dtype(features, dtype),
             id=f"{name}-{dtype}",
             marks=pytest.mark.features(*with_dtype(features, dtype)),
         )
-        for name, features in STAGES.items()
+        for name, features in engines.items()
         for dtype in DTYPES
     ]
 
@@ -90,7 +97,7 @@ def test_the_facts_are_what_plain_vllm_and_transformers_answer(book: Ledger, tru
     assert answers == [list(answer) for answer in book.answers[:ASKED]]
 
 
-@pytest.mark.parametrize("features", lone())
+@pytest.mark.parametrize("features", lone(STAGES))
 def test_stages_of_ranks_are_exact(
     features: tuple[str, ...], tmp_path: Path, model_of: ModelOf, book: Ledger
 ) -> None:
@@ -108,11 +115,39 @@ def test_stages_of_ranks_are_exact(
     assert idle(features, got.statistics) == []
 
 
+@pytest.mark.parametrize("features", lone(REPLICAS))
+def test_replicas_are_exact(
+    features: tuple[str, ...], tmp_path: Path, model_of: ModelOf, book: Ledger
+) -> None:
+    """Both answer at once; then one alone, while the other has nothing to do."""
+    model = model_of(MODEL)
+    prompts, answers = book.prompts[:ASKED], [list(answer) for answer in book.answers[:ASKED]]
+    arguments = arguments_with(features, model, store=tmp_path / "store") | EXTENSION
+    cpus = FOUR_RANKS if {"tp", "pp"} & set(features) else CORES
+    engine = ReplicatedEngine("replicated", arguments, cpus=cpus, log=tmp_path / "log.txt")
+    try:
+        engine.wait_until_ready()
+        for first, second in (
+            (slice(0, 3), slice(3, 6)),
+            (slice(0, 6), slice(0, 6)),
+            (slice(0, 6), slice(0, 0)),
+        ):
+            got = engine.ask(prompts[first], prompts[second], new_tokens=len(answers[0]))
+            assert [one.tokens for one in got] == [answers[first], answers[second]]
+        for replica in engine.replicas:
+            assert idle(features, replica.ranks("kvstrata_statistics")) == [], replica.name
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(("prefill", "decodes"), transfers())
 def test_transfers_are_exact(
     prefill: tuple[str, ...], decodes: list[tuple[str, ...]], tmp_path: Path, model_of: ModelOf, book: Ledger
 ) -> None:
-    """One prefill engine feeds one decode engine after the other; twice, so that prefixes are hit."""
+    """One prefill engine feeds one decode engine after the other; twice, so that prefixes are hit.
+
+    Owners with a store are launched as the seeds launch prefill: two connectors under vLLM's MultiConnector.
+    """
     model = model_of(MODEL)
     prompts, answers = book.prompts[:ASKED], [list(answer) for answer in book.answers[:ASKED]]
 
@@ -127,7 +162,13 @@ def test_transfers_are_exact(
                 *(
                     (
                         name,
-                        arguments_with(features, model, store=tmp_path / "store", port=free_port(2)),
+                        arguments_with(
+                            features,
+                            model,
+                            store=tmp_path / "store",
+                            port=free_port(2),
+                            in_halves={"prefill", "kvpp", "store"} <= set(features),
+                        ),
                         cores(features, core),
                     )
                     for name, features, core in given

@@ -18,7 +18,7 @@ def launch(stages: int, mode: CompilationMode | None) -> SimpleNamespace:
 
 def test_traced_pipeline_stages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-    words = r"pipeline_parallel_size=2 with compilation_config.mode=DYNAMO_TRACE_ONCE.*--enforce-eager"
+    words = r"pipeline_parallel_size=2 and enforce_eager=False: .*set enforce_eager to true"
     with pytest.raises(UnsupportedError, match=words):
         refuse_compiled_stages(launch(2, CompilationMode.DYNAMO_TRACE_ONCE))
 

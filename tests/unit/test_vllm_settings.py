@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig
+from vllm.config import CompilationMode, ParallelConfig
 
 from kvstrata.errors import ConfigurationError, ConfigurationTypeError, KVStrataError, UnsupportedError
 from kvstrata.vllm import platform as platform_module
@@ -36,6 +36,7 @@ def launch(connector: str | None = "KVStrataConnector", extra: Any = None, addit
             pipeline_parallel_size=1,
             enable_expert_parallel=False,
             use_sequence_parallel_moe=False,
+            data_parallel_size=1,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", kv_sharing_fast_prefill=False, block_size=16, prefix_match_unit=None
@@ -217,18 +218,41 @@ def test_quantised_experts_spread_over_ranks_are_refused_by_name(
         Settings.of(config).check_combination(config)
 
 
+def spread(
+    tensor: int = 1,
+    data: int = 1,
+    experts: bool = False,
+    *,
+    mode: CompilationMode = CompilationMode.NONE,
+    is_moe: bool = True,
+) -> Any:
+    """A launch of a model over ranks and replicas."""
+    sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
+    return SimpleNamespace(
+        parallel_config=ParallelConfig(**sizes, enable_expert_parallel=experts),
+        compilation_config=SimpleNamespace(mode=mode),
+        model_config=SimpleNamespace(is_moe=is_moe),
+    )
+
+
 def test_experts_over_replicas_of_several_ranks_are_refused_by_name():
     """vLLM takes one row of one token for a part of the step's rows, and for the whole of them."""
 
-    def parallel(tensor: int, data: int, experts: bool) -> Any:
-        sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return SimpleNamespace(parallel_config=ParallelConfig(**sizes, enable_expert_parallel=experts))
-
     for allowed in ((1, 2, True), (2, 1, True), (2, 2, False)):
-        check_experts(parallel(*allowed))
+        check_experts(spread(*allowed))
     words = r"enable_expert_parallel=True with tensor_parallel_size=2 and data_parallel_size=2.*to false"
     with pytest.raises(UnsupportedError, match=words):
-        check_experts(parallel(2, 2, True))
+        check_experts(spread(2, 2, True))
+
+
+def test_compiled_replicas_with_experts_are_refused_by_name():
+    compiled = CompilationMode.DYNAMO_TRACE_ONCE
+    for allowed in (spread(data=2), spread(mode=compiled), spread(data=2, mode=compiled, is_moe=False)):
+        check_experts(allowed)
+    with pytest.raises(
+        UnsupportedError, match=r"data_parallel_size=2 .*enforce_eager=False: .*set enforce_eager to true"
+    ):
+        check_experts(spread(data=2, mode=compiled))
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
@@ -22,7 +21,7 @@ from .halves import merge_halves
 from .kvpp_checks import check_kvpp
 from .packed_cache import check_main_cache, refuse_without_mla
 from .remote_roles import check_remote
-from .settings import Settings, add_connector, check_experts, index_topk, uses_kvstrata_connector
+from .settings import Settings, add_connector, check_experts, index_topk, is_traced, uses_kvstrata_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,14 +130,11 @@ def refuse_compiled_stages(vllm_config: VllmConfig) -> None:
     Stock fault: vLLM 0.32's CPU runner passes traced stages no buffers for what the stage before computed,
     which ends in an assertion or in memory that is not theirs.
     """
-    from vllm.config import CompilationMode
-
-    stages, mode = vllm_config.parallel_config.pipeline_parallel_size, vllm_config.compilation_config.mode
-    is_traced = mode not in (None, CompilationMode.NONE) and not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
-    if stages > 1 and is_traced:
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and is_traced(vllm_config):
         raise UnsupportedError(
-            f"pipeline_parallel_size={stages} with compilation_config.mode={mode.name}: vLLM 0.32 runs no "
-            "compiled pipeline stages on CPU; add --enforce-eager"
+            f"pipeline_parallel_size={stages} and enforce_eager=False: vLLM 0.32 runs no compiled pipeline "
+            "stages on CPU; set enforce_eager to true"
         )
 
 

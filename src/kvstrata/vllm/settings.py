@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm import envs
 from vllm.logger import init_logger
 
 from kvstrata.config import (
@@ -95,10 +96,11 @@ class Settings:
 
 
 def check_experts(vllm_config: VllmConfig) -> None:
-    """Refuse experts over replicas of several ranks; called by the platform, whatever the connector.
+    """Refuse by name what replicas cannot do with experts; called by the platform, whatever the connector.
 
-    Stock fault (vLLM 0.32, deepseek_v2.py): each rank of a replica then takes a part of a step's tokens, and
-    the model tells the part from the whole by its rows. Of a step of one token both have one.
+    Stock fault (vLLM 0.32, deepseek_v2.py): with expert parallelism each rank of a replica takes a part of a
+    step's tokens, and the model tells the part from the whole by its rows. Of a step of one token both have
+    one. And on CPU torch.compile traces the exchange of tokens, whose numbers it cannot know.
     """
     parallel = vllm_config.parallel_config
     if parallel.use_sequence_parallel_moe:
@@ -107,6 +109,20 @@ def check_experts(vllm_config: VllmConfig) -> None:
             f"data_parallel_size={parallel.data_parallel_size}: vLLM 0.32 answers wrongly after steps of one "
             "token; set enable_expert_parallel to false, or one of the sizes to 1"
         )
+    replicas = parallel.data_parallel_size
+    if replicas > 1 and is_traced(vllm_config) and vllm_config.model_config.is_moe:
+        raise UnsupportedError(
+            f"data_parallel_size={replicas} of a model with experts and enforce_eager=False: torch.compile "
+            "cannot trace on CPU how replicas exchange tokens; set enforce_eager to true"
+        )
+
+
+def is_traced(vllm_config: VllmConfig) -> bool:
+    """Whether torch.compile traces the model; breakable graphs, default for DSA models, replace it."""
+    from vllm.config import CompilationMode
+
+    mode = vllm_config.compilation_config.mode
+    return mode not in (None, CompilationMode.NONE) and not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
 
 
 def _parse(name: str, extra_config: dict[str, Any]) -> ConnectorConfig:
