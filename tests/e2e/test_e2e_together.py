@@ -146,7 +146,7 @@ def test_transfers_are_exact(
 ) -> None:
     """One prefill engine feeds one decode engine after the other; twice, so that prefixes are hit.
 
-    Owners with a store are launched as the seeds launch prefill: two connectors under vLLM's MultiConnector.
+    Several ranks with a store are launched as by the seeds: two connectors under vLLM's MultiConnector.
     """
     model = model_of(MODEL)
     prompts, answers = book.prompts[:ASKED], [list(answer) for answer in book.answers[:ASKED]]
@@ -167,7 +167,7 @@ def test_transfers_are_exact(
                             model,
                             store=tmp_path / "store",
                             port=free_port(2),
-                            in_halves={"prefill", "kvpp", "store"} <= set(features),
+                            in_halves={"tp", "store"} <= set(features),
                         ),
                         cores(features, core),
                     )
