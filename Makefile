@@ -42,14 +42,15 @@ lint: $(READY) ## Style and strict types
 unit: $(READY) $(LIBRARIES) ## Tests that start no engine
 	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "not timed" -n 2 --dist loadfile
 	@# In workers, one at a time: native libraries of others may crash when their process ends, after the last test.
-	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "timed and not pools" -n 1
-	$(BIN)/python -m pytest tests/conformance -m pools -n 1
+	$(BIN)/python -m pytest tests/unit tests/property tests/conformance -m "timed and not pools and not extended" -n 1
+	$(BIN)/python -m pytest tests/conformance -m "pools and not extended" -n 1
 
 e2e: $(READY) $(LIBRARIES) ## Tests that start real vLLM engines
 	$(BIN)/python -m pytest tests/e2e -m "not whole_machine and not faults and not extended" -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/e2e -m "whole_machine and not faults and not extended"
 
 test-all: lint unit ## `make test` and the end-to-end tests that it leaves out: other settings, engines killed (hours)
+	$(BIN)/python -m pytest tests/conformance -m extended -n 1
 	$(BIN)/python -m pytest tests/e2e -m "not whole_machine" -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/e2e -m "whole_machine"
 

@@ -29,6 +29,9 @@ TIMED = (
 POOLS = ("conformance/test_store_",)
 """Native libraries that no other test shall share a process with."""
 
+EXTENDED = ("conformance/test_store_pool_faults", "conformance/test_transport_owners")
+"""Servers and owners of other projects' libraries killed, stopped and restarted: only in `make test-all`."""
+
 ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)
 """A second chance would find nothing left to interrupt."""
 
@@ -39,5 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timed)
             if any(name in item.path.as_posix() for name in POOLS):
                 item.add_marker(pytest.mark.pools)
+            if any(name in item.path.as_posix() for name in EXTENDED):
+                item.add_marker(pytest.mark.extended)
             if item.name not in ENDS_ITS_WORLD:
                 item.add_marker(pytest.mark.flaky(reruns=1))
