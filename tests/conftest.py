@@ -24,6 +24,7 @@ TIMED = (
     "e2e/test_e2e_kvpp",
     "e2e/test_e2e_pd",
     "e2e/test_e2e_replicas",
+    "e2e/test_e2e_together",
 )
 
 POOLS = ("conformance/test_store_",)
