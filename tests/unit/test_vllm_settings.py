@@ -245,7 +245,8 @@ def test_experts_over_replicas_of_several_ranks_are_refused_by_name():
         check_experts(spread(2, 2, True))
 
 
-def test_compiled_replicas_with_experts_are_refused_by_name():
+def test_compiled_replicas_with_experts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")  # vLLM sets it to 1 for the whole process
     compiled = CompilationMode.DYNAMO_TRACE_ONCE
     for allowed in (spread(data=2), spread(mode=compiled), spread(data=2, mode=compiled, is_moe=False)):
         check_experts(allowed)
