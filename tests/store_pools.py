@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import StoreUnavailable
+from kvstrata.serve_pd.machine import free_port
 from kvstrata.serve_store.plan import StorePlan
 from kvstrata.serve_store.processes import StoreProcesses
-from kvstrata.serve_store.run import free_port
 from kvstrata.store.pool.libraries import library
 from kvstrata.store.pool.opening import open_memcache, open_mooncake
 from kvstrata.store.pool.options import PoolOptions

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from kvstrata.bench.machine import describe_machine, package_version
 from kvstrata.errors import ConfigurationError, KVStrataError, StoreError
+from kvstrata.serve_pd.machine import free_port
 from kvstrata.serve_store.plan import StorePlan
 from kvstrata.serve_store.processes import StoreProcesses
-from kvstrata.serve_store.run import free_port
 from kvstrata.store.base import ByteRange, ReadLease, Status, Store, StoreKey, WriteHandle
 from kvstrata.store.local import LocalStore
 from kvstrata.store.pool.libraries import library

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstrata.errors import DeadlineExceeded, KVStrataError
 from kvstrata.serve_pd.children import ChildProcess, last_lines
+from kvstrata.serve_pd.machine import free_port
 from kvstrata.serve_pd.plan import Launch
 
 STOP_DEADLINE_S = 20.0
@@ -70,7 +71,7 @@ def processes_of(launches: Sequence[Launch]) -> Iterator[list[ServerProcess]]:
 
 def proxy_in_front_of(proxy: Launch, prefill: str, decode: str) -> Launch:
     """Return another proxy like `proxy`, with these engines and a free port."""
-    port = _free_port()
+    port = free_port(HOST)
     engines = ("--prefill", prefill, "--decode", decode)
     return replace(
         proxy,
@@ -132,8 +133,3 @@ def relay_of_other_prompt(prefill: str, other: Sequence[int]) -> MakeApp:
         )
 
     return make
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as holder:
-        return int(holder.getsockname()[1])

@@ -40,6 +40,12 @@ def find_ports(options: ServeOptions) -> Ports:
     )
 
 
+def free_port(host: str) -> int:
+    """Return a port that nobody listens on now; somebody else may take it before it is used."""
+    with ExitStack() as held:
+        return _hold(held, host, 0)
+
+
 def cpus_to_bind() -> list[int]:
     """Return the CPUs that engines may use, one a core; none where engines compute on an accelerator."""
     try:

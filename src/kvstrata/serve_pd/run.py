@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console
 
 from kvstrata.serve_pd.children import ChildProcess, health, is_up, last_lines
 from kvstrata.serve_pd.plan import Launch
+from kvstrata.serve_pd.signals import stop_on_signals
 from kvstrata.serve_pd.status import shown
 from kvstrata.serve_pd.supervisor import ChildStatistics, Supervisor
 
 LOOK_S = 0.25
 END_DEADLINE_S = 30.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(launches: Sequence[Launch], *, console: Console, start_deadline_s: float, restarts: int) -> int:
@@ -41,7 +40,7 @@ def run(launches: Sequence[Launch], *, console: Console, start_deadline_s: float
         time.sleep(seconds)
         return not stop.is_set()
 
-    with _stop_on_signals() as stop:
+    with stop_on_signals() as stop:
         try:
             failed = _watch(supervisor, proxy, stop, console)
         finally:
@@ -87,14 +86,3 @@ def _explain(failed: ChildStatistics, console: Console) -> None:
     heading = f"The last lines of {launch.log}:" if lines else f"{launch.log} is empty."
     for line in (heading, *lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

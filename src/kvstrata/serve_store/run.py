@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvstrata.errors import ConfigurationError
+from kvstrata.serve_pd.machine import free_port
+from kvstrata.serve_pd.signals import stop_on_signals
 from kvstrata.serve_store.plan import GIB, StorePlan, connector_config, default_ports, engine_config
 from kvstrata.serve_store.processes import StoreProcesses
 from kvstrata.store.local import LocalStore
@@ -21,7 +19,6 @@ from kvstrata.store.pool.libraries import library
 from kvstrata.store.registry import default_store_path
 
 _LOOK_S = 0.25
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ def serve_store(options: ServeOptions) -> int:
         raise ConfigurationError(f"--path {options.path} has no effect with --backend {options.backend}")
     library(options.backend)  # says what to install, before anything is started
     plan = _plan(options)
-    with _stop_on_signals() as stop:
+    with stop_on_signals() as stop:
 
         def wait(seconds: float) -> None:
             if stop.wait(seconds):
@@ -103,27 +100,9 @@ def _plan(options: ServeOptions) -> StorePlan:
     )
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _tell(config: Mapping[str, Any]) -> None:
     print(json.dumps(config), flush=True)
 
 
 def _say(text: str) -> None:
     print(f"kvstrata: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
