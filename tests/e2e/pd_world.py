@@ -10,7 +10,7 @@ from pd import Fleet, Pair, assert_at_rest, free_port, remote, wait_for
 from pd_engine import PdEngine
 from pd_reads import HOLD, PASS
 
-WAIT_S = 8.0  # decode computes a prompt that no prefill has begun by then
+WAIT_S = 20.0  # decode computes a prompt that no prefill has begun by then
 CHUNK = 48
 STEPS = 2  # that a paused prefill takes of a prompt
 
