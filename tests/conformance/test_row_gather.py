@@ -28,6 +28,7 @@ def shared_by_three(*arguments: Any) -> None:
             kernel(worker, 3, *plan)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "worth_threads", lambda work: True)
         patch.setattr(gather, "run_shares", all_workers)
         gather_rows_shared(*arguments)
 

@@ -9,14 +9,16 @@ from rich.console import Console
 
 from kvstrata.bench.decode import (
     DecodeBenchOptions,
+    OpenPlain,
     as_table,
     check_pressure,
     measure_batches,
+    measure_ceiling,
     measure_constrained,
     spread_prompts,
     summarise,
 )
-from kvstrata.bench.decode_runs import Pair, PairRuns, by_turns
+from kvstrata.bench.decode_runs import Decoder, Pair, PairRuns, by_turns
 from kvstrata.errors import KVStrataError
 from kvstrata.terminal import Terminal
 from kvstrata.vllm.engines import Decoding
@@ -168,6 +170,33 @@ SMALL = DecodeBenchOptions(
 )
 
 
+def plain_opener(ample_tokens: int) -> OpenPlain:
+    @contextmanager
+    def open_plain(both: dict[str, Any], budgets: tuple[int, int]) -> Iterator[tuple[Decoder, Decoder]]:
+        assert both == {"max_num_seqs": 4, "max_model_len": 50}
+        assert budgets == (SMALL.constrained_kv_budget_bytes, SMALL.roomy_kv_budget_bytes)
+        turns: list[str] = []
+        yield (
+            QueueingEngine("queueing", turns, [1.0] * 9, 70),
+            FakeEngine("roomy", turns, [1.0] * 9, ample_tokens),
+        )
+        assert turns == ["queueing", "roomy"] * 3
+
+    return open_plain
+
+
+def test_memory_for_all_is_the_most_that_saving_memory_can_bring():
+    ceiling = measure_ceiling(SMALL, plain_opener(200), TEXT, QUIET, pause=lambda seconds: None)
+    assert ceiling == pytest.approx([4.0, 4.0])
+
+
+def test_a_ceiling_takes_memory_for_all():
+    with pytest.raises(
+        KVStrataError, match=r"roomy_kv_budget_bytes=.* holds 3 of the 4 constrained requests"
+    ):
+        measure_ceiling(SMALL, plain_opener(199), TEXT, QUIET, pause=lambda seconds: None)
+
+
 def measured(options: DecodeBenchOptions = SMALL) -> tuple[dict[str, Any], list[dict[str, Any]], list[Pair]]:
     asked: list[dict[str, Any]] = []
     pairs: list[Pair] = []
@@ -180,7 +209,8 @@ def measured(options: DecodeBenchOptions = SMALL) -> tuple[dict[str, Any], list[
 
     batches = measure_batches(options, open_pair, TEXT, QUIET, pause=lambda seconds: None)
     constrained = measure_constrained(options, open_pair, TEXT, QUIET, pause=lambda seconds: None)
-    return summarise(options, batches, constrained), asked, pairs
+    ceiling = measure_ceiling(options, plain_opener(200), TEXT, QUIET, pause=lambda seconds: None)
+    return summarise(options, batches, constrained, ceiling), asked, pairs
 
 
 def test_every_batch_has_engines_of_its_own_size():
@@ -197,6 +227,7 @@ def test_the_result_has_the_published_keys():
     result, _, _ = measured()
     assert result["tpot_ratio.1"] == result["tpot_ratio.3"] == pytest.approx(0.5)
     assert result["throughput_ratio_constrained"] == pytest.approx(2.0)
+    assert result["throughput_ceiling_constrained"] == pytest.approx(4.0)
     assert result["hit_rate.1"] == result["hit_rate_constrained"] == pytest.approx(0.9)
     assert result["capacity_ratio_constrained"] == pytest.approx(3.0)
     assert result["requests_held_constrained"] == {"plain": 1, "kvstrata": 4}
@@ -213,7 +244,7 @@ def test_the_table_shows_every_figure_beside_its_aim():
     with console.capture() as captured:
         console.print(as_table(measured()[0]))
     shown = captured.get()
-    for figure in ("batch 1", "batch 3", "0.500", "2.00", "90.0%", "<= 1.08", ">= 3"):
+    for figure in ("batch 1", "batch 3", "0.500", "2.00", "90.0%", "<= 1.08", ">= 3", "4.00", "the most"):
         assert figure in shown
     assert "37 MiB hold 1 requests of plain vLLM's and 4 of kvstrata's" in " ".join(shown.split())
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from kvstrata.bench.decode_runs import Pair, PairRuns, by_turns, table_rows
+from kvstrata.bench.decode_runs import Decoder, Pair, PairRuns, by_turns, ceiling_by_turns, table_rows
 from kvstrata.bench.engine_process import EngineProcess
 from kvstrata.bench.machine import describe_machine
 from kvstrata.demo.model import ModelShape, find_model
@@ -22,6 +23,8 @@ from kvstrata.terminal import Terminal, engine_noise_to
 
 # Opens both engines with these arguments of `open_engine`, kvstrata's with sparse offload too.
 OpenPair = Callable[[dict[str, Any]], AbstractContextManager[Pair]]
+# Opens plain vLLM twice, with memory budgets of so many bytes.
+OpenPlain = Callable[[dict[str, Any], tuple[int, int]], AbstractContextManager[tuple[Decoder, Decoder]]]
 Prompt = tuple[int, ...]
 
 
@@ -59,7 +62,8 @@ def bench_decode(options: DecodeBenchOptions, *, json_file: Path | None, log: Pa
         open_pair = engine_pairs(model, options, topk, terminal)
         batches = measure_batches(options, open_pair, text, terminal)
         constrained = measure_constrained(options, open_pair, text, terminal)
-        result = summarise(options, batches, constrained)
+        ceiling = measure_ceiling(options, plain_engines(model, options, terminal), text, terminal)
+        result = summarise(options, batches, constrained, ceiling)
         terminal.console.print(as_table(result))
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +92,22 @@ def engine_pairs(model: Path, options: DecodeBenchOptions, topk: int, terminal: 
             yield Pair(plain=plain, kvstrata=ours)
 
     return open_pair
+
+
+def plain_engines(model: Path, options: DecodeBenchOptions, terminal: Terminal) -> OpenPlain:
+    """Return the opener of plain vLLM with two budgets, each in a process of its own."""
+
+    @contextmanager
+    def open_plain(both: dict[str, Any], budgets: tuple[int, int]) -> Iterator[tuple[Decoder, Decoder]]:
+        shared = {"model": str(model), "max_batched_tokens": options.max_batched_tokens, **both}
+        scarce, ample = ({**shared, "device_kv_budget_bytes": budget} for budget in budgets)
+        with EngineProcess("queueing", scarce) as queueing, EngineProcess("roomy", ample) as roomy:
+            with terminal.step("two plain engines start"):
+                queueing.wait_until_ready()
+                roomy.wait_until_ready()
+            yield queueing, roomy
+
+    return open_plain
 
 
 def measure_batches(
@@ -145,14 +165,11 @@ def measure_constrained(
     Raises KVStrataError if the budget does not make that difference, or would make plain vLLM preempt, which
     is worse than queueing.
     """
-    length = options.constrained_prompt_tokens
-    prompts = spread_prompts(
-        text, options.constrained_requests, shortest_tokens=length, longest_tokens=length
-    )
+    prompts = _constrained_prompts(options, text)
     both = {
         "device_kv_budget_bytes": options.constrained_kv_budget_bytes,
         "max_num_seqs": options.constrained_requests,
-        "max_model_len": length + options.constrained_new_tokens,
+        "max_model_len": _request_tokens(options),
     }
     with open_pair(both) as pair:
         check_pressure(
@@ -166,6 +183,41 @@ def measure_constrained(
             repeats=options.repeats,
             terminal=terminal,
             title=f"{options.repeats} times {len(prompts)} requests where plain vLLM must queue, by turns",
+            pause=pause,
+        )
+
+
+def measure_ceiling(
+    options: DecodeBenchOptions,
+    open_plain: OpenPlain,
+    text: list[int],
+    terminal: Terminal,
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[float]:
+    """Time the same requests by plain vLLM that must queue and by plain vLLM with memory for all of them.
+
+    Raises KVStrataError if the roomy budget does not hold them.
+    """
+    prompts = _constrained_prompts(options, text)
+    both = {"max_num_seqs": options.constrained_requests, "max_model_len": _request_tokens(options)}
+    budgets = options.constrained_kv_budget_bytes, options.roomy_kv_budget_bytes
+    with open_plain(both, budgets) as (scarce, ample):
+        holds = ample.max_tokens() // _request_tokens(options)
+        if holds < options.constrained_requests:
+            raise KVStrataError(
+                f"roomy_kv_budget_bytes={options.roomy_kv_budget_bytes}: plain vLLM holds {holds} of the "
+                f"{options.constrained_requests} constrained requests; raise it"
+            )
+        return ceiling_by_turns(
+            scarce,
+            ample,
+            prompts,
+            new_tokens=options.constrained_new_tokens,
+            warm_ups=options.warm_ups,
+            repeats=options.repeats,
+            terminal=terminal,
+            title=f"{options.repeats} times the same by plain vLLM with and without memory, by turns",
             pause=pause,
         )
 
@@ -202,7 +254,10 @@ def spread_prompts(text: list[int], count: int, *, shortest_tokens: int, longest
 
 
 def summarise(
-    options: DecodeBenchOptions, batches: Mapping[int, PairRuns], constrained: PairRuns
+    options: DecodeBenchOptions,
+    batches: Mapping[int, PairRuns],
+    constrained: PairRuns,
+    ceiling: Sequence[float],
 ) -> dict[str, Any]:
     """Return the result: ratios as medians, and every run they come from."""
     described = asdict(options)
@@ -215,6 +270,7 @@ def summarise(
         **{f"tpot_ratio.{batch}": runs.tpot_ratio for batch, runs in batches.items()},
         **{f"hit_rate.{batch}": runs.hit_rate for batch, runs in batches.items()},
         "throughput_ratio_constrained": constrained.throughput_ratio,
+        "throughput_ceiling_constrained": median(ceiling),
         "hit_rate_constrained": constrained.hit_rate,
         "capacity_ratio_constrained": constrained.kvstrata_max_tokens / constrained.plain_max_tokens,
         "requests_held_constrained": {
@@ -224,6 +280,7 @@ def summarise(
         "runs": {
             **{f"batch.{batch}": runs.as_json() for batch, runs in batches.items()},
             "constrained": constrained.as_json(),
+            "ceiling": list(ceiling),
         },
     }
     return result
@@ -243,6 +300,11 @@ def as_table(result: Mapping[str, Any]) -> Table:
         f"{held['plain']} requests of plain vLLM's and {held['kvstrata']} of kvstrata's"
     )
     return table
+
+
+def _constrained_prompts(options: DecodeBenchOptions, text: list[int]) -> list[Prompt]:
+    length = options.constrained_prompt_tokens
+    return spread_prompts(text, options.constrained_requests, shortest_tokens=length, longest_tokens=length)
 
 
 def _request_tokens(options: DecodeBenchOptions) -> int:

@@ -121,22 +121,13 @@ def by_turns(
 
     Raises KVStrataError if they ever answer differently.
     """
-    turns: list[tuple[Any, Any]] = []
-    before: dict[str, float] = {}
+    engines = (pair.plain, pair.kvstrata)
     with terminal.step(title):
-        for turn in range(warm_ups + repeats):
-            if turn == warm_ups:
-                before = _row_counters(pair.kvstrata)
-            decodings = []
-            for engine in (pair.plain, pair.kvstrata):
-                pause(QUIET_S)
-                decodings.append(engine.decode(prompts, new_tokens=new_tokens))
-            plain, ours = decodings
-            if plain.token_ids != ours.token_ids:
-                raise KVStrataError(_difference(plain.token_ids, ours.token_ids))
-            turns.append((plain, ours))
+        for _ in range(warm_ups):
+            _turn(engines, prompts, new_tokens, pause)
+        before = _row_counters(pair.kvstrata)
+        timed = [_turn(engines, prompts, new_tokens, pause) for _ in range(repeats)]
     after = _row_counters(pair.kvstrata)
-    timed = turns[warm_ups:]
     return PairRuns(
         prompt_tokens=tuple(len(prompt) for prompt in prompts),
         generated_tokens=len(prompts) * new_tokens,
@@ -149,6 +140,27 @@ def by_turns(
         rows={name: count - before.get(name, 0) for name, count in after.items()},
         worker=pair.kvstrata.worker_statistics()[0],
     )
+
+
+def ceiling_by_turns(
+    scarce: Decoder,
+    ample: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    warm_ups: int,
+    repeats: int,
+    terminal: Terminal,
+    title: str,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[float]:
+    """Return tokens a second of plain vLLM with ample memory over those with scarce memory, for every turn.
+
+    No way to save memory can bring more on this machine. Raises KVStrataError if they answer differently.
+    """
+    with terminal.step(title):
+        turns = [_turn((scarce, ample), prompts, new_tokens, pause) for _ in range(warm_ups + repeats)]
+    return [queued.seconds / together.seconds for queued, together in turns[warm_ups:]]
 
 
 def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
@@ -173,7 +185,33 @@ def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]
             ">= 3",
         )
     )
+    rows.append(
+        (
+            "the same by plain vLLM with memory for all",
+            f"{result['throughput_ceiling_constrained']:.2f}",
+            _spread(result["runs"]["ceiling"]),
+            "-",
+            "the most",
+        )
+    )
     return rows
+
+
+def _turn(
+    engines: tuple[Decoder, Decoder],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    pause: Callable[[float], None],
+) -> tuple[Any, Any]:
+    """Let one engine decode after the other."""
+    decodings = []
+    for engine in engines:
+        pause(QUIET_S)
+        decodings.append(engine.decode(prompts, new_tokens=new_tokens))
+    first, second = decodings
+    if first.token_ids != second.token_ids:
+        raise KVStrataError(_difference(first.token_ids, second.token_ids))
+    return first, second
 
 
 def _spread(ratios: Sequence[float]) -> str:

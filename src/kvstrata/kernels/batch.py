@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,11 @@ class BatchPlan:
     tile_tokens: torch.Tensor  # [tiles] int64, how many
     tile_kv_tokens: torch.Tensor  # [tiles] int64, context of the tile's last token
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return int(self.tile_request.shape[0])
 
-    @property
+    @cached_property
     def max_kv_tokens(self) -> int:
         """The longest context any token of the step attends to; 0 for an empty step."""
         return int(self.tile_kv_tokens.max()) if self.tiles else 0
@@ -48,6 +49,9 @@ class BatchPlan:
         A group holds one tile at least, whatever the budget.
         """
         each = max(1, budget_bytes // (max(token_bytes, 1) * self.max_tile_tokens))
+        if 0 < self.tiles <= each:
+            yield slice(0, self.tiles), slice(0, self.tokens)
+            return
         for first in range(0, self.tiles, each):
             end = min(first + each, self.tiles)
             last_token = int(self.tile_start[end - 1] + self.tile_tokens[end - 1])
@@ -55,16 +59,20 @@ class BatchPlan:
 
     def pairs(self, tiles: slice) -> int:
         """How many (query token, context token) pairs the tiles span, up to a tile's own triangle."""
-        return int((self.tile_tokens[tiles] * self.tile_kv_tokens[tiles]).sum())
+        return int(self._tile_pairs[tiles].sum())
 
     def tile_arguments(self, tiles: slice) -> tuple[Any, ...]:
         """(request, first token, tokens) of the tiles, and all tokens' positions, for the compiled loops."""
-        return (
-            self.tile_request[tiles].numpy(),
-            self.tile_start[tiles].numpy(),
-            self.tile_tokens[tiles].numpy(),
-            self.token_position.numpy(),
-        )
+        return (*(array[tiles] for array in self._tile_arrays), self.token_position.numpy())
+
+    @cached_property
+    def _tile_pairs(self) -> Int64Array:
+        pairs: Int64Array = (self.tile_tokens * self.tile_kv_tokens).numpy()
+        return pairs
+
+    @cached_property
+    def _tile_arrays(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        return self.tile_request.numpy(), self.tile_start.numpy(), self.tile_tokens.numpy()
 
     def page_arguments(self) -> tuple[Any, ...]:
         """(block table, tokens a block) for the compiled loops."""

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.kernels.gather_loops import VECTOR_BYTES, first_outside, gather_share
-from kvstrata.kernels.parallel import run_shares
+from kvstrata.kernels.gather_loops import VECTOR_BYTES, first_outside, gather_checked, gather_share
+from kvstrata.kernels.parallel import run_shares, worth_threads
 from kvstrata.memory.rows import RowView
 
 Rows = npt.NDArray[np.int64]
 
+_INT64 = np.dtype(np.int64)
 _STREAM_FROM_BYTES = 4 << 20
 # A thread moves about as many bytes in the time of so many multiply-adds (see `run_shares`).
 _MULTIPLY_ADDS_A_BYTE = 2
@@ -29,17 +30,21 @@ def gather_rows(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> N
     other row sizes or lists of other lengths, TypeError for other arrays; nothing was copied then. The two
     views must not share rows. Nobody else may write these rows meanwhile; any thread may call.
     """
-    arguments = _arguments(dst, dst_rows, src, src_rows)
-    if arguments is not None:
-        gather_share(0, 1, *arguments)
+    if _is_any(dst, dst_rows, src, src_rows):
+        _check(_gather_here(dst, dst_rows, src, src_rows), dst, dst_rows, src, src_rows)
 
 
 def gather_rows_shared(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> None:
     """As `gather_rows`, by several threads where there is enough to move."""
-    arguments = _arguments(dst, dst_rows, src, src_rows)
-    if arguments is not None:
-        work = len(dst_rows) * dst.row_bytes * _MULTIPLY_ADDS_A_BYTE
+    if not _is_any(dst, dst_rows, src, src_rows):
+        return
+    work = len(dst_rows) * dst.row_bytes * _MULTIPLY_ADDS_A_BYTE
+    if worth_threads(work):
+        _check(first_outside(dst_rows, dst.num_rows, src_rows, src.num_rows), dst, dst_rows, src, src_rows)
+        arguments = _arguments(dst, dst_rows, src, src_rows)
         run_shares(gather_share, arguments, shares=len(dst_rows), multiply_adds=work)
+    else:  # a decode step of a few requests: one call instead of three
+        _check(_gather_here(dst, dst_rows, src, src_rows), dst, dst_rows, src, src_rows)
 
 
 def prepare() -> None:
@@ -47,25 +52,38 @@ def prepare() -> None:
     row = np.zeros(2, dtype=np.uint8)
     view = RowView(address=row.ctypes.data, row_bytes=1, block_tokens=1, block_stride_bytes=1, num_blocks=2)
     gather_rows(view, np.array([0]), view, np.array([1]))
+    first_outside(np.array([0]), 2, np.array([1]), 2)
+    gather_share(0, 1, *_arguments(view, np.array([0]), view, np.array([1])))
 
 
-def _arguments(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> tuple[Any, ...] | None:
-    """What `gather_share` takes after the worker; None if there is nothing to do."""
+def _is_any(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> bool:
+    """Check everything but the ids; whether there is anything to do."""
     if dst.row_bytes != src.row_bytes:
         raise ValueError(f"rows of {src.row_bytes} bytes cannot go into rows of {dst.row_bytes} bytes")
     for side, rows in (("destination", dst_rows), ("source", src_rows)):
-        if rows.dtype != np.int64 or rows.ndim != 1:
+        if rows.dtype != _INT64 or rows.ndim != 1:
             raise TypeError(f"{side} rows must be a 1-D int64 array, got {rows.dtype} {rows.shape}")
     if len(dst_rows) != len(src_rows):
         raise ValueError(f"{len(src_rows)} source rows for {len(dst_rows)} destinations")
-    if len(dst_rows) == 0:
-        return None
-    wrong = first_outside(dst_rows, dst.num_rows, src_rows, src.num_rows)
+    return len(dst_rows) > 0
+
+
+def _check(wrong: int, dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> None:
+    """Raise IndexError for the id that `first_outside` found."""
     if wrong >= len(dst_rows):
         row = src_rows[wrong - len(dst_rows)]
         raise IndexError(f"source row {row} is outside 0..{src.num_rows - 1}")
     if wrong >= 0:
         raise IndexError(f"destination row {dst_rows[wrong]} is outside 0..{dst.num_rows - 1}")
+
+
+def _gather_here(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> int:
+    arguments = _arguments(dst, dst_rows, src, src_rows)
+    return int(gather_checked(dst.num_rows, src.num_rows, *arguments))
+
+
+def _arguments(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> tuple[Any, ...]:
+    """What `gather_share` takes after the worker."""
     return (dst_rows, src_rows, dst.row_bytes, _streams(dst, len(dst_rows)), *_place(dst), *_place(src))
 
 

@@ -179,3 +179,20 @@ def gather_share(
         _copy_group((target[i],), (source[i],), (source[i + 1],), row_bytes, streaming)
     if streaming:
         _fence()
+
+
+@_jit
+def gather_checked(
+    dst_num_rows, src_num_rows, dst_rows, src_rows, row_bytes, streaming,
+    dst_address, dst_block_tokens, dst_block_stride_bytes,
+    src_address, src_block_tokens, src_block_stride_bytes,
+):  # fmt: skip
+    """Check the ids and copy all rows in this thread; return what `first_outside` does, -1 if all went."""
+    wrong = first_outside(dst_rows, dst_num_rows, src_rows, src_num_rows)
+    if wrong < 0:
+        gather_share(
+            0, 1, dst_rows, src_rows, row_bytes, streaming,
+            dst_address, dst_block_tokens, dst_block_stride_bytes,
+            src_address, src_block_tokens, src_block_stride_bytes,
+        )  # fmt: skip
+    return wrong

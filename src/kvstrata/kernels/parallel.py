@@ -13,6 +13,11 @@ import torch
 _WORTH_A_THREAD = 4 << 20
 
 
+def worth_threads(multiply_adds: int) -> bool:
+    """Whether `run_shares` would spread so much work over more than the calling thread."""
+    return multiply_adds >= 2 * _WORTH_A_THREAD
+
+
 def run_shares(
     kernel: Callable[..., None], arguments: tuple[Any, ...], *, shares: int, multiply_adds: int
 ) -> None:

@@ -10,6 +10,9 @@ import torch
 
 from kvstrata.kernels.compiled import BFLOAT16, FLOAT16, FLOAT32, LI_C8
 
+_NONE = {
+    size: np.empty(0, dtype) for size, dtype in ((4, np.float32), (2, np.uint16), (1, np.uint8))
+}  # what a loop is given for caches of other element sizes
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.uint8: LI_C8}
 
 
@@ -21,10 +24,13 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tens
     """
     rows = rows[: slot_mapping.shape[0]]
     slots = slot_mapping.to(torch.int64)
-    kept = slots >= 0
-    if not bool(kept.all()):
+    if slots.numel() and int(slots.min()) < 0:
+        kept = slots >= 0
         rows, slots = rows[kept], slots[kept]
     if slots.numel() == 0:
+        return
+    if cache.is_contiguous():  # the same in one call, and a small batch is mostly calls
+        cache.view(-1, cache.shape[2]).index_copy_(0, slots, rows.to(cache.dtype))
         return
     block_tokens = cache.shape[1]
     block = torch.div(slots, block_tokens, rounding_mode="floor")
@@ -68,9 +74,13 @@ def flat_rows(cache: torch.Tensor) -> FlatRows:
     assert step == 1, "the elements of a row must be adjacent"
     span = (blocks - 1) * block_stride + (block_tokens - 1) * row_stride + width
     flat = cache.as_strided((max(span, 0),), (1,))
-    kind = KINDS[cache.dtype]
-    none = {size: np.empty(0, dtype) for size, dtype in ((4, np.float32), (2, np.uint16), (1, np.uint8))}
-    none[cache.element_size()] = (flat.view(torch.uint16) if cache.element_size() == 2 else flat).numpy()
+    size = cache.element_size()
+    elements = (flat.view(torch.uint16) if size == 2 else flat).numpy()
     return FlatRows(
-        kind=kind, f32=none[4], u16=none[2], u8=none[1], block_stride=block_stride, row_stride=row_stride
+        kind=KINDS[cache.dtype],
+        f32=elements if size == 4 else _NONE[4],
+        u16=elements if size == 2 else _NONE[2],
+        u8=elements if size == 1 else _NONE[1],
+        block_stride=block_stride,
+        row_stride=row_stride,
     )

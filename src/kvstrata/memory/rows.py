@@ -7,6 +7,7 @@ cache, the slot in a hot buffer. Sources: seed section 4, device constraints 4, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +86,11 @@ class RowView:
             num_blocks=num_blocks,
         )
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return self.num_blocks * self.block_tokens
 
-    @property
+    @cached_property
     def is_compact(self) -> bool:
         """True when row `i` lies `i * row_bytes` after the first."""
         return self.num_blocks == 1 or self.block_stride_bytes == self.block_tokens * self.row_bytes

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvstrata.errors import DeadlineExceeded, TransferFailed
@@ -147,7 +148,9 @@ class HotPath:
         group.forward = forward
         if self._observer is not None:
             self._observer.rewritten(group.layers[0], forward.rows)
-        self._count(invalidated_rows=group.table.invalidate(forward.rows))
+        taken = group.table.invalidate(forward.rows)
+        if taken:
+            self._count(invalidated_rows=taken)
 
     def overwrite(self, rows: Int64Array, arrivals: Mapping[int, CopyToken]) -> None:
         """A store writes host rows behind the layers' backs: none of them is resident any more.
@@ -187,9 +190,8 @@ class HotPath:
             served = group.served[at]
             if served.placed_slots.size:
                 buffer = self._layers[layer].buffer
-                buffer[torch.from_numpy(served.placed_slots)] = new_rows[
-                    torch.from_numpy(served.placed_tokens)
-                ].to(buffer.dtype)
+                placed = new_rows.index_select(0, torch.from_numpy(served.placed_tokens))
+                buffer.index_copy_(0, torch.from_numpy(served.placed_slots), placed.to(buffer.dtype))
             yield served
         group.missing.discard(layer)
 
@@ -237,13 +239,15 @@ class HotPath:
         if self._observer is not None:
             self._observer.resolving(group.layers[0], rows, forward.rows, near)
         found = group.table.resolve(rows, self._fresh, near_rows=near)
+        # They are views of the table's memory; those used beyond its next call are copied.
+        keep = np.copy if len(forward.decode) > 1 or len(group.layers) > 1 else np.asarray
         served = Served(
             group=decode,
-            slots=found.slots.copy(),
-            load_rows=found.load_rows.copy(),
-            load_slots=found.load_slots.copy(),
-            placed_tokens=found.placed_index.copy(),
-            placed_slots=found.placed_slots.copy(),
+            slots=keep(found.slots),
+            load_rows=keep(found.load_rows),
+            load_slots=keep(found.load_slots),
+            placed_tokens=keep(found.placed_index),
+            placed_slots=keep(found.placed_slots),
         )
         group.served.append(served)
         group.missing = set(group.layers)
