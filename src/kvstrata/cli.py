@@ -283,22 +283,29 @@ def bench_store_command(
             show_default=False,
         ),
     ] = None,
+    prefill: Annotated[
+        bool,
+        typer.Option("--prefill/--no-prefill", help="Serve prompts with each store by real engines, too."),
+    ] = True,
+    log: EngineLog = Path("build/bench-store.log"),
 ) -> None:
-    """Stores: puts and gets of 4 KiB to 16 MiB objects, as shares of memcpy's speed in the same run.
+    """Stores: puts and gets of 4 KiB to 16 MiB objects against memcpy, and prefills against plain vLLM.
 
     Every figure is a median; the raw runs are in the JSON. Servers are started where a store needs some, and
-    ended; what cannot run here is left out, with the reason. No engine; about 1.5 GiB of memory.
+    ended; what cannot run here is left out, with the reason. About 4 GiB of memory, 1.5 without engines.
 
     Example: kvstrata bench store --json build/bench-store.json
     """
     from kvstrata.bench.store import STORES, StoreBenchOptions, bench_store
+    from kvstrata.bench.store_prefill import StorePrefillOptions
 
-    try:
-        options = StoreBenchOptions(repeats=repeats, stores=tuple(store or STORES))
-        bench_store(options, json_file=json_file, console=Console())
-    except KVStrataError as error:
-        typer.echo(f"kvstrata: {error}", err=True)
-        raise typer.Exit(1) from error
+    with _errors_explained(log):
+        options = StoreBenchOptions(
+            repeats=repeats,
+            stores=tuple(store or STORES),
+            prefill=StorePrefillOptions() if prefill else None,
+        )
+        bench_store(options, json_file=json_file, log=log)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 A put is reserve, write and publish of new objects, one after the other; a get is one `read_many` of all of
 them under leases that were acquired before. memcpy copies as many pieces of the same size between memory of
-this process. Put, get and memcpy take turns; the stores follow each other.
+this process. Put, get and memcpy take turns; the stores follow each other. Then prompts are served with each
+store by real engines (`store_prefill`).
 """
 
 from __future__ import annotations
@@ -12,25 +13,33 @@ import json
 import mmap
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvstrata.bench.machine import describe_machine, package_version
+from kvstrata.bench.store_prefill import (
+    StorePrefillOptions,
+    StorePrefillRuns,
+    engines_on,
+    local_store_config,
+    measure_store_prefill,
+    store_prompts,
+)
 from kvstrata.errors import ConfigurationError, KVStrataError, StoreError
 from kvstrata.serve_pd.machine import free_port
-from kvstrata.serve_store.plan import StorePlan
+from kvstrata.serve_store.plan import StorePlan, engine_config
 from kvstrata.serve_store.processes import StoreProcesses
 from kvstrata.store.base import ByteRange, ReadLease, Status, Store, StoreKey, WriteHandle
 from kvstrata.store.local import LocalStore
 from kvstrata.store.pool.libraries import library
 from kvstrata.store.pool.opening import open_pool
+from kvstrata.terminal import Terminal, engine_noise_to
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"4KiB": (4 * KIB, 64), "64KiB": (64 * KIB, 64), "1MiB": (MIB, 32), "16MiB": (16 * MIB, 2)}
@@ -48,6 +57,7 @@ class StoreBenchOptions:
 
     repeats: int = 7
     stores: tuple[str, ...] = STORES
+    prefill: StorePrefillOptions | None = field(default_factory=StorePrefillOptions)  # None: no engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,37 +69,49 @@ class StoreRuns:
     memcpy_s: tuple[float, ...]
 
 
-def bench_store(options: StoreBenchOptions, *, json_file: Path | None, console: Console) -> dict[str, Any]:
+def bench_store(options: StoreBenchOptions, *, json_file: Path | None, log: Path) -> dict[str, Any]:
     """Run the benchmark for a person at a terminal; return and, if asked, write the result.
 
     Raises `ConfigurationError` for a store it does not know. One that cannot run here is left out, with why.
     """
-    runs: dict[str, dict[str, StoreRuns]] = {}
-    left_out: dict[str, str] = {}
     for name in options.stores:
         if name not in STORES:
             raise ConfigurationError(f"--store {name!r} is unknown; use one of: {', '.join(STORES)}")
-        try:
-            with console.status(name), _opened(name) as store:
-                runs[name] = {size: _measure(store, size, options.repeats) for size in SIZES}
-        except (KVStrataError, OSError) as error:
-            left_out[name] = str(error)
-    result = summarise(options, runs, left_out)
-    console.print(as_table(result))
-    for name, why in left_out.items():
-        console.print(f"left out: {name}: {why}", highlight=False, markup=False)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"written: {json_file}")
+    runs: dict[str, dict[str, StoreRuns]] = {}
+    left_out: dict[str, str] = {}
+    with engine_noise_to(log) as terminal:
+        for name in options.stores:
+            try:
+                with terminal.console.status(name), _opened(name) as store:
+                    runs[name] = {size: _measure(store, size, options.repeats) for size in SIZES}
+            except (KVStrataError, OSError) as error:
+                left_out[name] = str(error)
+        prefills = {} if options.prefill is None else _measure_prefills(options.prefill, runs, terminal)
+        result = summarise(options, runs, left_out, prefills)
+        for table in as_tables(result):
+            terminal.console.print(table)
+        for name, why in left_out.items():
+            terminal.console.print(f"left out: {name}: {why}", highlight=False, markup=False)
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(result, indent=1) + "\n")
+            terminal.console.print(f"written: {json_file}")
     return result
 
 
 def summarise(
-    options: StoreBenchOptions, runs: dict[str, dict[str, StoreRuns]], left_out: dict[str, str]
+    options: StoreBenchOptions,
+    runs: dict[str, dict[str, StoreRuns]],
+    left_out: dict[str, str],
+    prefills: dict[str, StorePrefillRuns],
 ) -> dict[str, Any]:
-    """The result file. Keys `store.<name>.<size>.put|get` hold GB/s and the ratio to memcpy, by medians."""
-    figures = {}
+    """The result file. Keys `store.<name>.<size>.put|get` hold GB/s and the ratio to memcpy, by medians.
+
+    Keys `layerwise.<name>` hold the time of a prefill over plain vLLM's, saved to and found in the store.
+    """
+    figures: dict[str, dict[str, float]] = {
+        f"layerwise.{name}": measured.figures() for name, measured in prefills.items()
+    }
     for name, sizes in runs.items():
         for size, measured in sizes.items():
             object_bytes, count = SIZES[size]
@@ -112,11 +134,22 @@ def summarise(
         "figures": figures,
         "left_out": left_out,
         "runs": {name: {size: asdict(one) for size, one in sizes.items()} for name, sizes in runs.items()},
+        "prefills": {name: measured.as_json() for name, measured in prefills.items()},
     }
 
 
-def as_table(result: dict[str, Any]) -> Table:
-    """What a person sees: GB/s, and the share of memcpy's speed."""
+def as_tables(result: dict[str, Any]) -> tuple[Table, ...]:
+    """What a person sees: GB/s with the share of memcpy's speed, and prefills against plain vLLM."""
+    prefills = Table(title="Layerwise prefill with the store: time over plain vLLM's")
+    for column in ("store", "prompt saved", "prompt found"):
+        prefills.add_column(column)
+    for name in result["prefills"]:
+        figures = result["figures"][f"layerwise.{name}"]
+        prefills.add_row(name, f"{figures['saved_ratio']:.2f}", f"{figures['found_ratio']:.2f}")
+    return (_speeds(result), prefills) if result["prefills"] else (_speeds(result),)
+
+
+def _speeds(result: dict[str, Any]) -> Table:
     table = Table(title="Stores: GB/s (share of memcpy in the same run)")
     table.add_column("store")
     for size, (_, count) in SIZES.items():
@@ -127,6 +160,26 @@ def as_table(result: dict[str, Any]) -> Table:
         cells = [figures[f"store.{name}.{size}.{kind}"] for size in SIZES for kind in ("put", "get")]
         table.add_row(name, *(f"{cell['GB_per_s']:.2f} ({cell['of_memcpy']:.0%})" for cell in cells))
     return table
+
+
+def _measure_prefills(
+    options: StorePrefillOptions, names: Iterable[str], terminal: Terminal
+) -> dict[str, StorePrefillRuns]:
+    prompts = store_prompts(options)
+    prefills = {}
+    for name in names:
+        with (
+            terminal.step(f"{len(prompts)} prompts served with {name}"),
+            _served(name) as (connector, environment),
+        ):
+            prefills[name] = measure_store_prefill(
+                options,
+                engines_on(options, terminal),
+                prompts,
+                connector=connector,
+                environment=environment,
+            )
+    return prefills
 
 
 def _measure(store: Store, size: str, repeats: int) -> StoreRuns:
@@ -201,36 +254,63 @@ def _memory(size_bytes: int) -> Iterator[int]:
 @contextmanager
 def _opened(name: str) -> Iterator[Store]:
     """A store of its own, with servers of its own where it needs some."""
-    backend, _, protocol = name.partition("-")
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
         store: Store
-        if backend == "local":
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-            local = LocalStore.open(path / "store", size_bytes=STORE_BYTES)
+        if name == "local":
+            local = LocalStore.open(
+                stack.enter_context(_shared_directory()) / "store", size_bytes=STORE_BYTES
+            )
             local.prefault()
             store = local
         else:
-            library(backend)
-            plan = StorePlan(
-                backend=backend,
-                size_bytes=STORE_BYTES,
-                log_dir=directory,
-                port=free_port(_HOST),
-                second_port=free_port(_HOST),
-                metrics_port=free_port(_HOST),
-            )
-            processes = StoreProcesses(plan)
-            stack.callback(processes.close)
-            processes.start(deadline_s=_START_DEADLINE_S)
+            plan = stack.enter_context(_servers(name))
             store = open_pool(
-                backend,
+                plan.backend,
                 address=plan.address,
-                client_address=plan.second_address if protocol == "shm" else None,
-                config_address=plan.second_address if backend == "memcache" else None,
-                protocol=protocol or None,
+                client_address=plan.second_address if plan.protocol == "shm" else None,
+                config_address=plan.second_address if plan.backend == "memcache" else None,
+                protocol=plan.protocol,
                 size_bytes=STORE_BYTES,
                 object_bytes=16 * MIB,
             )
         stack.callback(store.close)
         yield store
+
+
+@contextmanager
+def _served(name: str) -> Iterator[tuple[dict[str, Any], Mapping[str, str]]]:
+    """What engines are told of a store of their own, and the environment that they need."""
+    if name == "local":
+        with _shared_directory() as directory:
+            yield local_store_config(directory / "store", STORE_BYTES), {}
+        return
+    with _servers(name) as plan:
+        yield engine_config(plan), plan.environment
+
+
+@contextmanager
+def _servers(name: str) -> Iterator[StorePlan]:
+    backend, _, protocol = name.partition("-")
+    library(backend)
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as directory:
+        plan = StorePlan(
+            backend=backend,
+            size_bytes=STORE_BYTES,
+            log_dir=Path(directory),
+            port=free_port(_HOST),
+            second_port=free_port(_HOST),
+            metrics_port=free_port(_HOST),
+            protocol=protocol or None,
+        )
+        processes = StoreProcesses(plan)
+        try:
+            processes.start(deadline_s=_START_DEADLINE_S)
+            yield plan
+        finally:
+            processes.close()
+
+
+@contextmanager
+def _shared_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
