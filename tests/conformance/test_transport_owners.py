@@ -33,7 +33,8 @@ from transport_cases import (
 )
 
 from kvstrata.errors import DeadlineExceeded, TransferFailed
-from kvstrata.remote.holds import Hold
+from kvstrata.remote.holds import Hold, HoldRevoked
+from kvstrata.remote.transports.base import Reader
 from kvstrata.remote.transports.engines.libraries import LIBRARIES
 from kvstrata.remote.transports.engines.ticket import EngineTicket
 from kvstrata.remote.transports.registry import transport_for
@@ -110,30 +111,51 @@ def test_a_stopped_owner_does_not_hold_a_read_and_writes_nothing_later(
     reader.close()
 
 
-def test_a_killed_owner_fails_reads_at_once_and_leaves_the_engine_alive(
+def read_or_miss(reader: Reader, hold: Hold, memory: Memory) -> bool:
+    """Whether everything was read; else a named error, and nobody believes what landed."""
+    memory.bytes[:] = CANARY
+    try:
+        reader.read(big_plan(memory), hold, deadline_s=LONG_S)
+    except TransferFailed:
+        return False
+    assert np.array_equal(memory.bytes, BIG_PATTERN)
+    return True
+
+
+def test_a_killed_owner_fails_reads_and_is_started_again_under_the_same_holds(
     family: Family, producer: ProducerProcess
 ) -> None:
     memory = Memory(BIG_BYTES)
     reader = family.connect(producer.ticket, memory)
-    hold = producer.grant()
-    thread, errors = start_big_read(reader, hold, memory)
+    hold, ended = producer.grant(), producer.grant()
+    for lives in (1, 2):
+        memory.bytes[:] = CANARY
+        thread, errors = start_big_read(reader, hold, memory)
+        owner = owner_of(producer)
+        owner.kill()
+        join(thread)
+        assert all(isinstance(error, TransferFailed) for error in errors)
+        assert errors or np.array_equal(memory.bytes, BIG_PATTERN)
+        poll(lambda owner=owner: is_gone(owner), "the owner's end")
+        started_s = time.monotonic()
+        read_or_miss(reader, hold, memory)
+        assert time.monotonic() - started_s < LONG_S / 4
+        poll(lambda lives=lives: producer.statistics().owner_restarts == lives, "the next life")
+        assert read_or_miss(reader, hold, memory), "a reader of the earlier life finds the next one"
+        assert owner_of(producer).pid != owner.pid
+    # Who comes later with the first ticket, too; and what the producer ended stays ended.
+    other = family.connect(producer.ticket, memory)
+    assert read_or_miss(other, hold, memory)
+    assert producer.revoke(ended)
+    with pytest.raises(HoldRevoked):
+        other.read(big_plan(memory), ended, deadline_s=LONG_S)
+    assert producer.statistics().owner_ends == 2
+    for one in (other, reader):
+        one.close()
     owner = owner_of(producer)
-    owner.kill()
-    join(thread)
-    assert all(isinstance(error, TransferFailed) for error in errors)
-    assert errors or np.array_equal(memory.bytes, BIG_PATTERN)
-    poll(lambda: is_gone(owner), "the owner's end")
-    started_s = time.monotonic()
-    for _ in range(2):
-        with pytest.raises(TransferFailed):
-            reader.read(big_plan(memory), hold, deadline_s=LONG_S)
-    with pytest.raises(TransferFailed):
-        family.connect(producer.ticket, memory)
-    assert time.monotonic() - started_s < LONG_S / 4
-    reader.close()
-    assert producer.revoke(hold)
-    assert producer.statistics().reads >= 0
     producer.close_export()
+    poll(lambda: is_gone(owner), "the owner's end")
+    assert producer.statistics().owner_ends == 2, "an end that was asked for is none of these"
 
 
 def test_an_owner_ends_with_the_producer(family: Family, producer: ProducerProcess) -> None:

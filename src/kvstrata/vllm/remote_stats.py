@@ -20,6 +20,10 @@ REMOTE_METRICS = metric_table("""
     published_parts | remote_published_parts | Parts of layers shown to decode.
     publish_wait_s | remote_publish_wait_seconds | Seconds that parts waited until their rows were in the \
         host pool.
+    owner_ends | remote_owner_ends | Prefill: processes that served reads over a library and ended by \
+        themselves.
+    owner_restarts | remote_owner_restarts | Prefill: such processes that were started again and serve; \
+        while fewer than the ends, reads fail.
     pulls_expected | remote_pulls | Decode: transfers expected, one a rank; done, failed, aborted, lapsed \
         or open.
     pulls_done | remote_done_pulls | Decode: transfers that arrived whole.
@@ -55,6 +59,8 @@ def sender_counts(statistics: ProducerEndpointStatistics) -> dict[str, float]:
         "sends_open": statistics.transfers_open,
         "published_parts": statistics.published_parts,
         "publish_wait_s": sum(statistics.waits_s.values()),
+        "owner_ends": sum(one.owner_ends for one in statistics.transports.values()),
+        "owner_restarts": sum(one.owner_restarts for one in statistics.transports.values()),
         **_of_either_side(statistics),
     }
 

@@ -65,6 +65,8 @@ class TransportStatistics:
     read_bytes: int = 0
     refused_ranges: int = 0  # outside a region or a destination; nothing was moved
     dropped_connections: int = 0  # a stranger, a wrong secret, a broken frame
+    owner_ends: int = 0  # the process that serves for a library ended by itself
+    owner_restarts: int = 0  # and serves again; while they are fewer than the ends, nothing is served
 
 
 class Exporter(Protocol):

@@ -6,10 +6,8 @@ answers a reader that has given up. The child maps the same memory, runs the lib
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import logging
 import os
 import select
 import subprocess
@@ -17,112 +15,137 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO
+
+import msgspec
 
 from kvstrata.errors import ConfigurationError, DeadlineExceeded
-from kvstrata.memory.region import HostRegion
 from kvstrata.remote.transports.engines.base import EngineLibrary
-
-logger = logging.getLogger(__name__)
 
 START_S = 60.0
 """A library may look at every network device first."""
 CLOSE_S = 5.0
+MAX_LINE_BYTES = 1 << 20
+"""What the process says at once is shorter."""
 _MODULE = "kvstrata.remote.transports.engines.serve"
 
 
-class OwnerProcess:
-    """Serves `regions` with a library. Any thread may call."""
+class _Answer(msgspec.Struct, frozen=True):
+    """The process's first line: where it serves, or why it cannot."""
 
-    def __init__(self, library: EngineLibrary, regions: Sequence[HostRegion], *, host: str) -> None:
-        """Raises ConfigurationError if the library refuses, DeadlineExceeded if it does not answer."""
-        self._library = library.name
+    error: str = ""
+    peer: bytes = b""
+    addresses: tuple[int, ...] = ()
+
+
+class OwnerProcess:
+    """Serves memory with a library, from `start` to its end. Any thread may close it; one calls the rest."""
+
+    def __init__(self, library: EngineLibrary, memory: Sequence[tuple[int, int]], *, host: str) -> None:
+        """Start a process; `memory` is a descriptor and a size in bytes each. Raises OSError."""
+        self._library = library
+        self._memory = memory
+        self._host = host
         self._lock = threading.Lock()
-        self._closing = False
+        self._is_closing = False
         self._told = 0
-        descriptors = [region.fileno() for region in regions]
+        self.peer = b""
+        self.addresses: tuple[int, ...] = ()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=descriptors,
+            pass_fds=[fd for fd, _ in memory],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        question = {
-            "library": library.name,
-            "options": dict(library.options),
-            "host": host,
-            "regions": [[fd, region.size_bytes] for fd, region in zip(descriptors, regions, strict=True)],
-        }
-        try:
-            answer = self._ask(question)
-        except BaseException:
-            self._give_up_start()
-            raise
-        if "error" in answer:
-            self._give_up_start()
-            raise ConfigurationError(
-                f"transfer_backend={library.name!r} cannot serve here: {answer['error']}"
-            )
-        self.peer = base64.b64decode(answer["peer"])
-        self.addresses: tuple[int, ...] = tuple(answer["addresses"])
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"kvstrata-{library.name}-owner", daemon=True
-        )
-        self._watcher.start()
 
-    def _give_up_start(self) -> None:
-        assert self._process.stdout is not None
-        self._end()
-        self._process.stdout.close()
+    def start(self) -> None:
+        """Return when it serves; then `peer` and `addresses`, one a piece of memory, say where.
+
+        Raises ConfigurationError if the library refuses or the process ends, DeadlineExceeded if it does not
+        answer. It has ended then.
+        """
+        try:
+            answer = self._ask()
+        except BaseException:
+            self.discard()
+            raise
+        if answer.error:
+            self.discard()
+            raise ConfigurationError(
+                f"transfer_backend={self._library.name!r} cannot serve here: {answer.error}"
+            )
+        self.peer, self.addresses = answer.peer, answer.addresses
 
     def told(self) -> int:
         """How many reads the library was notified of, as far as it has said so; never waits."""
         return self._told
 
+    def watch(self) -> str:
+        """Return how it ended, when it has. Call it once, after `start`."""
+        said = ""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                try:
+                    self._told = int(line)
+                except ValueError:
+                    # Something else writes to its pipe: nothing that it says can be believed any more.
+                    said = f", after it had said {line[:40]!r}"
+                    self._process.kill()
+                    break
+        return f"code {self._process.wait()}{said}"
+
     def close(self) -> None:
         """End the process. Harmless to repeat."""
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 return
-            self._closing = True
+            self._is_closing = True
         self._end()
-        self._watcher.join(CLOSE_S)
 
-    def _watch(self) -> None:
+    def discard(self) -> None:
+        """End it, where `watch` will not be called."""
+        self.close()
         assert self._process.stdout is not None
-        with self._process.stdout:
-            for line in self._process.stdout:
-                self._told = int(line)
-        code = self._process.wait()
-        if not self._closing:
-            logger.error(
-                "the process that serves reads over %s ended with code %s: they fail until this engine is "
-                "started again",
-                self._library,
-                code,
-            )
+        self._process.stdout.close()
 
-    def _ask(self, question: object) -> Any:
+    def _ask(self) -> _Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        question = {
+            "library": self._library.name,
+            "options": dict(self._library.options),
+            "host": self._host,
+            "regions": [list(piece) for piece in self._memory],
+        }
+        give_up_s = time.monotonic() + START_S
+        wait = f"the start of the {self._library.name} process"
         line = b""
         with contextlib.suppress(BrokenPipeError):  # it has ended: nothing will be read
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-            line = _read_line(self._process.stdout, START_S, f"the start of the {self._library} process")
-        if not line.endswith(b"\n"):
+            _write(self._process.stdin, json.dumps(question).encode() + b"\n", give_up_s, wait)
+            line = _read_line(self._process.stdout, give_up_s, wait)
+        if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_S)
             raise ConfigurationError(
-                f"transfer_backend={self._library!r}: its process ended with code "
+                f"transfer_backend={self._library.name!r}: its process ended with code "
                 f"{self._process.returncode}; its last words are in this process's error output"
             )
-        return json.loads(line)
+        try:
+            answer = msgspec.json.decode(line, type=_Answer)
+            if not answer.error and len(answer.addresses) != len(self._memory):
+                raise ValueError(f"{len(answer.addresses)} addresses of {len(self._memory)} regions")
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ConfigurationError(
+                f"transfer_backend={self._library.name!r}: its process answered {line[:80]!r}, which is no "
+                f"answer ({error}); does something in its environment print?"
+            ) from error
+        return answer
 
     def _end(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # what could not be written
+        with contextlib.suppress(OSError, ValueError):  # what could not be written; closed already
             self._process.stdin.close()
         try:
             self._process.wait(CLOSE_S)
@@ -131,18 +154,35 @@ class OwnerProcess:
             self._process.wait(CLOSE_S)
 
 
-def _read_line(pipe: IO[bytes], deadline_s: float, wait: str) -> bytes:
-    give_up_s = time.monotonic() + deadline_s
+def _write(pipe: IO[bytes], data: bytes, give_up_s: float, wait: str) -> None:
+    """Write all of it, though the process may be stopped and the pipe full."""
+    os.set_blocking(pipe.fileno(), False)
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    rest = memoryview(data)
+    while rest:
+        left_s = _left_s(give_up_s, wait)
+        if poll.poll(left_s * 1000):
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(pipe.fileno(), rest) :]
+
+
+def _read_line(pipe: IO[bytes], give_up_s: float, wait: str) -> bytes:
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     line = b""
-    while not line.endswith(b"\n"):
-        left_s = give_up_s - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded(wait, deadline_s)
+    while not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+        left_s = _left_s(give_up_s, wait)
         if poll.poll(left_s * 1000):
             piece = os.read(pipe.fileno(), 1 << 16)
             if not piece:
                 return line
             line += piece
     return line
+
+
+def _left_s(give_up_s: float, wait: str) -> float:
+    left_s = give_up_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded(wait, START_S)
+    return left_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -19,27 +20,37 @@ from kvstrata.remote.transports.engines.ticket import EngineTicket, MakerWatch
 PIECE_BYTES = 16 << 20
 """Between pieces a reader notices `close`, its deadline and the end of the hold."""
 PIECE_RANGES = 8192
+FIND_S = 2.0
+"""How long a reader asks the producer for a later life of its export."""
+
+
+class FindLaterLife(Protocol):
+    def __call__(self, known: EngineTicket, *, deadline_s: float) -> EngineTicket | None:
+        """See `directory.look_up`."""
 
 
 class EngineReader:
-    """See `base.Reader`. Any error but an ended hold costs the engine; the next read opens a new one."""
+    """See `base.Reader`. Any error but an ended hold costs the engine; the next read opens a new one.
+
+    Before that it asks where the export is now: the process that serves it may have been started again.
+    """
 
     def __init__(
-        self, library: EngineLibrary, ticket: EngineTicket, destinations: Sequence[Destination]
+        self,
+        library: EngineLibrary,
+        ticket: EngineTicket,
+        destinations: Sequence[Destination],
+        *,
+        find: FindLaterLife,
     ) -> None:
         self._wait = f"remote read over {library.name}"
         self._library = library
-        self._ticket = ticket
-        self._addresses = np.array(ticket.addresses, dtype=np.int64)
+        self._find = find
         self._region_bytes = np.array(ticket.region_bytes, dtype=np.int64)
         self._destinations = Destinations(destinations)
-        self._guard = Guard(
-            export_id=ticket.export_id,
-            board_address=ticket.board_address,
-            holds_address=ticket.holds_address,
-            wait=self._wait,
-        )
-        self._writable = [*destinations, self._guard.destination]
+        self._to_write = tuple(destinations)
+        self._is_doubtful = False  # whether the export is still where the ticket says
+        self._use(ticket)
         self._counts = Counts()
         self._lock = threading.Lock()
         self._busy = False
@@ -48,10 +59,16 @@ class EngineReader:
         self._maker = MakerWatch(ticket)
 
     def connect(self, *, deadline_s: float) -> None:
-        """Open the engine and see that the export is there."""
+        """Open the engine and see that the export is there, or in which later life."""
         patience = self._begin(deadline_s)
         try:
-            self._guard.check(self._opened(patience), None, patience)
+            try:
+                self._guard.check(self._opened(patience), None, patience)
+            except TransferFailed:
+                self._fence()
+                if not self._find_again(patience):
+                    raise
+                self._guard.check(self._opened(patience), None, patience)
         except BaseException as error:
             self._fence()
             if isinstance(error, DeadlineExceeded):
@@ -107,11 +124,34 @@ class EngineReader:
 
     def _opened(self, patience: Patience) -> Engine:
         if self._engine is None:
+            if self._is_doubtful:
+                self._find_again(patience)
             patience.check()
             self._engine = self._library.open(self._ticket.peer, self._writable, patience)
         return self._engine
 
+    def _find_again(self, patience: Patience) -> bool:
+        """Whether a later life was found; it is read from now on. No engine is open."""
+        patience.check()
+        later = self._find(self._ticket, deadline_s=min(FIND_S, patience.left_s))
+        self._is_doubtful = False
+        if later is not None:
+            self._use(later)
+        return later is not None
+
+    def _use(self, ticket: EngineTicket) -> None:
+        self._ticket = ticket
+        self._addresses = np.array(ticket.addresses, dtype=np.int64)
+        self._guard = Guard(
+            export_id=ticket.export_id,
+            board_address=ticket.board_address,
+            holds_address=ticket.holds_address,
+            wait=self._wait,
+        )
+        self._writable = [*self._to_write, self._guard.destination]
+
     def _fence(self) -> None:
+        self._is_doubtful = True
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

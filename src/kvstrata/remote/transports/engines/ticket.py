@@ -8,11 +8,13 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.memory.processes import Holder, boot_id, current_holder
+from kvstrata.remote.holds import HOLD_SLOTS
 from kvstrata.remote.transports.engines.guard import ID_BYTES
 from kvstrata.remote.transports.shm_memory import Count, Watch
 from kvstrata.remote.transports.tickets import MAX_REGIONS
 
 MAX_PEER_BYTES = 256 << 10
+MAX_DIRECTORY_BYTES = 4096
 Address = Annotated[int, Meta(gt=0, lt=1 << 62)]
 
 
@@ -29,10 +31,21 @@ class EngineTicket(msgspec.Struct, frozen=True, kw_only=True):
     holds_address: Address
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_REGIONS)]
     region_bytes: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_REGIONS)]
+    life: Count  # how often a process was started to serve the export
+    directory: Annotated[bytes, Meta(max_length=MAX_DIRECTORY_BYTES)]  # where a later life is told of
+    directory_slot: Annotated[int, Meta(ge=0, lt=HOLD_SLOTS)]
+    directory_generation: Annotated[int, Meta(ge=1, lt=1 << 62)]
 
     def __post_init__(self) -> None:
         if len(self.addresses) != len(self.region_bytes):
             raise ValueError(f"{len(self.addresses)} addresses of {len(self.region_bytes)} regions")
+
+    def is_later_life_of(self, other: EngineTicket) -> bool:
+        """Whether it is of the same memory of the same producer, served by a process that came after."""
+        return self.life > other.life and self._memory() == other._memory()
+
+    def _memory(self) -> tuple[object, ...]:
+        return self.boot_id, self.pid_namespace, self.pid, self.start_ticks, self.directory, self.region_bytes
 
 
 class MakerWatch:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from kvstrata.errors import TransferFailed
 from kvstrata.memory.region import HostRegion
 from kvstrata.remote.holds import HoldTable
-from kvstrata.remote.transports.base import Destination, TransportStatistics
+from kvstrata.remote.transports.base import Destination
 from kvstrata.remote.transports.engines.base import EngineLibrary
-from kvstrata.remote.transports.engines.guard import Board
-from kvstrata.remote.transports.engines.owner import OwnerProcess
+from kvstrata.remote.transports.engines.directory import look_up
+from kvstrata.remote.transports.engines.export import EngineExporter
 from kvstrata.remote.transports.engines.reader import EngineReader
-from kvstrata.remote.transports.engines.ticket import EngineTicket, maker_fields
-from kvstrata.remote.transports.tickets import MAX_REGIONS, read_unverified, sign, verify
+from kvstrata.remote.transports.engines.ticket import EngineTicket
+from kvstrata.remote.transports.tickets import MAX_REGIONS, read_unverified, verify
 
 
 class EngineTransport:
@@ -53,60 +52,11 @@ class EngineTransport:
     ) -> EngineReader:
         """Open the way and find the export. The secret guards the ticket, not the bytes: see the docs."""
         found = verify(ticket, EngineTicket, transport=self.name, secret=secret)
-        reader = EngineReader(self._library, found, destinations)
+        find = partial(look_up, transport=self.name, secret=secret)
+        reader = EngineReader(self._library, found, destinations, find=find)
         try:
             reader.connect(deadline_s=deadline_s)
         except BaseException:
             reader.close()
             raise
         return reader
-
-
-class EngineExporter:
-    """See `base.Exporter`. Its regions stay mapped until it is closed, whoever frees them."""
-
-    def __init__(
-        self,
-        library: EngineLibrary,
-        regions: Sequence[HostRegion],
-        holds: HoldTable,
-        *,
-        host: str,
-        secret: bytes,
-    ) -> None:
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._board = Board()
-        try:
-            served = [self._board.region, holds.region, *regions]
-            self._owner = OwnerProcess(library, served, host=host)
-        except BaseException:
-            self._board.close()
-            raise
-        board_address, holds_address, *addresses = self._owner.addresses
-        who: dict[str, Any] = maker_fields()
-        ticket = EngineTicket(
-            **who,
-            peer=self._owner.peer,
-            export_id=self._board.export_id,
-            board_address=board_address,
-            holds_address=holds_address,
-            addresses=tuple(addresses),
-            region_bytes=tuple(region.size_bytes for region in regions),
-        )
-        self.ticket = sign(ticket, transport=library.name, secret=secret)
-
-    def statistics(self) -> TransportStatistics:
-        """`reads` counts those that a reader told of; a library that cannot tell counts none."""
-        return TransportStatistics(reads=self._owner.told())
-
-    def check_integrity(self) -> None:
-        self._board.check_integrity()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._board.close()
-        self._owner.close()
