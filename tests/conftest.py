@@ -30,7 +30,11 @@ TIMED = (
 POOLS = ("conformance/test_store_",)
 """Native libraries that no other test shall share a process with."""
 
-EXTENDED = ("conformance/test_store_pool_faults", "conformance/test_transport_owners")
+EXTENDED = (
+    "conformance/test_store_pool_faults",
+    "conformance/test_store_pool_leases",
+    "conformance/test_transport_owners",
+)
 """Servers and owners of other projects' libraries killed, stopped and restarted: only in `make test-all`."""
 
 ENDS_ITS_WORLD = ("test_an_interrupt_leaves_no_process_no_memory_and_no_port",)

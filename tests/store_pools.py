@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -61,16 +62,24 @@ class Pool:
         limits: PoolLimits = LIMITS,
     ) -> PooledStore:
         """A store of this process; `protocol` is Mooncake's."""
-        options = PoolOptions(
-            address=self.plan.address,
-            size_bytes=POOL_BYTES,
-            protocol=protocol,
-            client_address=self.plan.second_address if protocol == "shm" else None,
-            config_address=self.plan.second_address,
-            limits=limits,
-        )
+        where = self.where(protocol, limits)
         opened = open_mooncake if self.backend == "mooncake" else open_memcache
-        return opened(options, clock=clock)
+        return opened(where.options, clock=clock)
+
+    def where(self, protocol: str | None, limits: PoolLimits) -> Where:
+        """For a store of another process, with that environment; picklable."""
+        return Where(
+            backend=self.backend,
+            aid=self.plan.environment.get("LD_PRELOAD"),
+            options=PoolOptions(
+                address=self.plan.address,
+                size_bytes=POOL_BYTES,
+                protocol=protocol,
+                client_address=self.plan.second_address if protocol == "shm" else None,
+                config_address=self.plan.second_address,
+                limits=limits,
+            ),
+        )
 
     def empty(self) -> None:
         """Drop every object."""
@@ -85,6 +94,21 @@ class Pool:
                 self._janitor.close()
         finally:
             self.processes.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What another process opens a pool with."""
+
+    backend: str
+    aid: str | None
+    options: PoolOptions
+
+    def open(self) -> PooledStore:
+        """A store of this process."""
+        if self.aid is not None:
+            ctypes.CDLL(self.aid, mode=ctypes.RTLD_GLOBAL)
+        return (open_mooncake if self.backend == "mooncake" else open_memcache)(self.options)
 
 
 @contextmanager
