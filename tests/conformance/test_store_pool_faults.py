@@ -30,9 +30,12 @@ LIMITS = PoolLimits(deadline_s=1.5, rest_s=0.2, full_wait_s=0.2)
 BOUND_S = 20.0
 ANSWER_S = 120.0
 LOST = (Status.MISSING, Status.PEER_LOST, Status.BACKEND_DOWN)
-# Not over Mooncake's shared memory: when its client on this machine dies, the library may end this process.
+# Over shared memory a client of Mooncake that was killed under calls may never be found again: no wrong byte,
+# no crash, but misses until the engine is started again. See docs/data_plane.md.
+NOT_FOUND_AGAIN = {("shm", "owner")}
 KINDS: dict[str, tuple[str, str | None]] = {
     "mooncake-tcp": ("mooncake", "tcp"),
+    "mooncake-shm": ("mooncake", "shm"),
     "memcache": ("memcache", None),
 }
 DIRECTORIES = {"mooncake": "master", "memcache": "meta"}
@@ -100,7 +103,7 @@ def works_again(store: PooledStore, number: int) -> bool:
 
 @pytest.mark.parametrize("victim", ["directory", "owner"])
 def test_a_killed_server_means_misses_and_a_new_one_works(
-    store: PooledStore, pool: Pool, directory: str, victim: str
+    store: PooledStore, pool: Pool, kind: tuple[str, str | None], directory: str, victim: str
 ) -> None:
     name = directory if victim == "directory" else "owner"
     leases = filled(store)
@@ -111,8 +114,9 @@ def test_a_killed_server_means_misses_and_a_new_one_works(
     assert all(not isinstance(answer, ReadLease) for answer in store.acquire([key(91)], ttl_s=10))
     assert time.monotonic() - begun_s < BOUND_S
     pool.processes.start_one(name, deadline_s=START_DEADLINE_S)
-    numbers = iter(range(100, 10_000))
-    eventually(lambda: works_again(store, next(numbers)))
+    if (kind[1], victim) not in NOT_FOUND_AGAIN:
+        numbers = iter(range(100, 10_000))
+        eventually(lambda: works_again(store, next(numbers)))
     assert check_reads(store, leases) != [Status.OK] * len(leases)
 
 
@@ -135,7 +139,7 @@ def test_a_stopped_server_costs_a_deadline_and_comes_back(
     eventually(lambda: store._session.staging.usage() == (0, 0))  # what hung came back, and its memory too
 
 
-def _hammer(pipe: Connection, where: Where) -> None:
+def _hammer(pipe: Connection, where: Where, is_found_again: bool) -> None:
     """In a process of its own: read and write in three threads while the parent kills and starts a server.
 
     Asks for both, and says then what was wrong, and how long a call took at the longest.
@@ -188,7 +192,11 @@ def _hammer(pipe: Connection, where: Where) -> None:
         eventually(lambda: all(now > before for now, before in zip(rounds, seen, strict=True)))
         ask("start")
         numbers = iter(range(100_000, 200_000))
-        eventually(lambda: works_again(store, next(numbers)))
+        if is_found_again:
+            eventually(lambda: works_again(store, next(numbers)))
+        else:
+            seen = list(rounds)
+            eventually(lambda: all(now > before for now, before in zip(rounds, seen, strict=True)))
         is_over.set()
         for thread in threads:
             thread.join(BOUND_S)
@@ -211,7 +219,9 @@ def test_servers_killed_while_many_threads_read_and_write(
     name = directory if victim == "directory" else "owner"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_hammer, args=(theirs, pool.where(kind[1], LIMITS)), daemon=True)
+    is_found_again = (kind[1], victim) not in NOT_FOUND_AGAIN
+    arguments = (theirs, pool.where(kind[1], LIMITS), is_found_again)
+    process = context.Process(target=_hammer, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstrata.store.base import ReadLease, StoreKey
 from kvstrata.store.pool.envelope import Envelope
+from kvstrata.store.pool.seldom import SeldomLog
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +116,11 @@ class Keeper:
             thread.join(timeout_s)
 
     def _run(self) -> None:
+        log = SeldomLog(logger)
         while not self._closing.wait(self._every_s):
             keys = sorted(self._held(), key=StoreKey.encode)
             if keys:
                 try:
                     self._hold(keys)
-                except Exception:  # the objects may go; readers then get a miss
-                    logger.warning("leases on %d objects could not be kept alive", len(keys), exc_info=True)
+                except Exception as error:  # the objects may go; readers then get a miss
+                    log.warning("kept", f"leases on {len(keys)} objects could not be kept alive: {error!r}")

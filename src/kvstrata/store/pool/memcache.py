@@ -20,8 +20,10 @@ from kvstrata.store.base import Status
 from kvstrata.store.pool.client import PoolRead
 from kvstrata.store.pool.libraries import library
 from kvstrata.store.pool.options import PoolOptions, is_listening, split_address
+from kvstrata.store.pool.seldom import SeldomLog
 
 logger = logging.getLogger(__name__)
+_log = SeldomLog(logger)
 
 PORT = 5000
 CONFIG_PORT = 6000
@@ -300,5 +302,5 @@ def _filled(codes: Sequence[int], count: int) -> list[int]:
 
 def _status(code: int, doing: str) -> Status:
     if code not in _STATUSES:
-        logger.warning("MemCache answered %d to %s", code, doing)
+        _log.warning(code, f"MemCache answered {code} to {doing}")
     return _STATUSES.get(code, Status.BACKEND_DOWN)

@@ -1,8 +1,8 @@
 """Mooncake Store. On the master's machines a `mooncake_client` owns memory; engines bring none of their own.
 
 The library talks TCP to whoever owns an object. Where such a client runs on this machine, engines may reach
-it through shared memory instead, which is several times as fast; but when that client dies, this release of
-the library may end the whole process (std::terminate), so one has to ask for it. See docs/data_plane.md.
+it through shared memory instead, which is several times as fast; but when that client is started again, this
+release of the library may never find it again, so one has to ask for it. See docs/data_plane.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from kvstrata.store.base import Status
 from kvstrata.store.pool.client import PoolRead
 from kvstrata.store.pool.libraries import library
 from kvstrata.store.pool.options import PoolOptions, is_listening, own_address_towards, split_address
+from kvstrata.store.pool.seldom import SeldomLog
 
 logger = logging.getLogger(__name__)
+_log = SeldomLog(logger)
 
 PORT = 50051
 CLIENT_PORT = 50052
@@ -29,12 +31,16 @@ _BUFFER_BYTES = 16 << 20
 """Of the library's own, for what does not go through registered memory: here, hardly anything."""
 _PROBE_S = 0.5
 
+_UNKNOWN_MEMORY = -600
+"""Through shared memory: the client on this machine is another one, and was not told of this process."""
+
 _STATUSES = {
     0: Status.OK,
     -10: Status.FULL,  # no buffer
     -100: Status.PEER_LOST,  # no such segment
     -101: Status.PEER_LOST,
     -200: Status.FULL,
+    _UNKNOWN_MEMORY: Status.BACKEND_DOWN,
     -703: Status.MISSING,  # a replica is not complete
     -704: Status.MISSING,
     -705: Status.OK,  # it was there before
@@ -140,8 +146,14 @@ def _client_on_this_host(options: PoolOptions) -> str | None:
 
 
 def _status(code: int) -> Status:
-    if code not in _STATUSES:
-        logger.warning("Mooncake answered with code %d", code)
+    if code == _UNKNOWN_MEMORY:
+        _log.warning(
+            code,
+            "Mooncake's client on this machine does not know this process's memory: if it was started again, "
+            "everything is a miss until this engine is, too",
+        )
+    elif code not in _STATUSES:
+        _log.warning(code, f"Mooncake answered with code {code}")
     return _STATUSES.get(code, Status.BACKEND_DOWN)
 
 

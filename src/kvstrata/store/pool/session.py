@@ -20,6 +20,7 @@ from kvstrata.store.pool.envelope import (
     Envelope,
     pool_key,
 )
+from kvstrata.store.pool.seldom import SeldomLog
 from kvstrata.store.pool.staging import Room, Staging
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class PoolSession:
         self.calls = BoundedCalls(client.name, deadline_s=limits.deadline_s, rest_s=limits.rest_s)
         self._pid = os.getpid()
         self._is_closed = False
+        self._log = SeldomLog(logger)
 
     def check_open(self) -> None:
         """Raise `StoreError` for a store that was closed or carried across a fork."""
@@ -95,7 +97,7 @@ class PoolSession:
 
     def down(self, what: str, error: Exception) -> Status:
         """The answer of a call that met one of FAULTS."""
-        logger.warning("%s does not answer to %s: %s", self.client.name, what, error)
+        self._log.warning(what, f"{self.client.name} does not answer to {what}: {error}")
         return Status.BACKEND_DOWN
 
     def envelopes(self, keys: Sequence[StoreKey], *, ttl_s: float | None = None) -> list[Envelope | Status]:
