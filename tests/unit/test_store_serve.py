@@ -55,9 +55,25 @@ def test_engines_are_told_where_the_servers_are(backend: str, protocol: str) -> 
     [
         (("--backend", "redis"), "'redis'"),
         (("--backend", "mooncake", "--path", "/tmp/x"), "--path"),
+        (("--backend", "mooncake", "--size-gb", "inf"), "--size-gb inf is no size"),
+        (("--backend", "local", "--size-gb", "inf"), "--size-gb inf is no size"),
+        (("--backend", "mooncake", "--size-gb", "1e30"), "--size-gb 1e+30 is more than"),
+        (("--backend", "mooncake", "--host", "no such host"), "--host 'no such host' is no IPv4 address"),
+        (("--backend", "mooncake", "--host", "::1"), "--host '::1' is no IPv4 address"),
+        (("--backend", "mooncake", "--host", "192.0.2.1"), "--host '192.0.2.1' is no IPv4 address"),
+        (("--backend", "mooncake", "--host", "0.0.0.0"), "name one interface"),
+        (("--backend", "mooncake", "--host", ""), "name one interface"),
+        (("--backend", "mooncake", "--protocol", "pigeon"), "pigeon"),
+        (("--backend", "mooncake", "--protocol", "host_shm"), "host_shm"),
+        (("--backend", "mooncake", "--log-dir", "/dev/null/logs"), "/dev/null/logs"),
+        (("--backend", "local", "--protocol", "tcp"), "--protocol tcp has no effect"),
+        (("--backend", "local", "--port", "5000"), "--port 5000 has no effect"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(words: tuple[str, ...], said: str) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.serve_store.run.library", lambda name: None)  # it need not be installed
     code, output, errors = run(*words)
     assert (code, output) == (1, "")
     assert said in errors

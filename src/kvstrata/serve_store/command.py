@@ -54,7 +54,7 @@ def store_serve_command(
         Path, typer.Option(metavar="DIR", file_okay=False, help="Where each server's output goes.")
     ] = Path("build/store"),
     start_deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest time a server may take to serve.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Longest time a server may take to serve.")
     ] = 60.0,
 ) -> None:
     """Run what a store's backend needs on this machine, and print what engines are to be started with.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from kvstrata.config import parse_connector_config
 from kvstrata.errors import ConfigurationError
 from kvstrata.serve_pd.machine import free_port
 from kvstrata.serve_pd.signals import stop_on_signals
@@ -46,6 +51,8 @@ def serve_store(options: ServeOptions) -> int:
 
     Call it from the main thread. Raises `ConfigurationError` and what opening a store raises.
     """
+    if not math.isfinite(options.size_gb):
+        raise ConfigurationError(f"--size-gb {options.size_gb:g} is no size")
     if options.backend == "local":
         return _make_local(options)
     if options.backend not in ("mooncake", "memcache"):
@@ -55,7 +62,10 @@ def serve_store(options: ServeOptions) -> int:
     if options.path is not None:
         raise ConfigurationError(f"--path {options.path} has no effect with --backend {options.backend}")
     library(options.backend)  # says what to install, before anything is started
+    _check_size(options.size_gb)
+    _check_host(options.host)
     plan = _plan(options)
+    parse_connector_config(engine_config(plan)["kv_connector_extra_config"])  # what engines would refuse
     with stop_on_signals() as stop:
 
         def wait(seconds: float) -> None:
@@ -77,7 +87,40 @@ def serve_store(options: ServeOptions) -> int:
             processes.close()
 
 
+def _check_size(size_gb: float) -> None:
+    machine_gb = psutil.virtual_memory().total / GIB
+    if size_gb > machine_gb:
+        raise ConfigurationError(
+            f"--size-gb {size_gb:g} is more than the {machine_gb:.1f} GB of this machine"
+        )
+
+
+def _check_host(host: str) -> None:
+    """The libraries take host and port in one word, and Mooncake finds its peers by IPv4 alone."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            is_any = probe.getsockname()[0] == "0.0.0.0"
+    except OSError as error:
+        raise ConfigurationError(
+            f"--host {host!r} is no IPv4 address that this machine has, nor a name of one: {error}"
+        ) from error
+    if is_any:
+        raise ConfigurationError(
+            f"--host {host!r} is no address that engines could be told; name one interface"
+        )
+
+
 def _make_local(options: ServeOptions) -> int:
+    for name, value in (
+        ("--port", options.port),
+        ("--second-port", options.second_port),
+        ("--protocol", options.protocol),
+    ):
+        if value is not None:
+            raise ConfigurationError(
+                f"{name} {value} has no effect with --backend local, which has no server"
+            )
     path = options.path or default_store_path()
     size_bytes = int(options.size_gb * GIB)
     LocalStore.open(path, size_bytes=size_bytes).close()
