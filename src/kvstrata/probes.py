@@ -110,6 +110,7 @@ def _try_apart(name: str) -> str | None:
             [sys.executable, "-P", "-m", _MODULE, name],
             capture_output=True,
             text=True,
+            errors="replace",  # libraries print what they like
             timeout=PROBE_S,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -130,7 +131,7 @@ def _main(name: str) -> None:
         why = probe.unusable()
     except Exception as error:  # whatever it is, it is the finding
         why = f"{type(error).__name__}: {error}"
-    print(json.dumps({"why": why}), flush=True)
+    print("\n" + json.dumps({"why": why}), flush=True)  # on a line of its own, whatever was printed before
     os._exit(0)  # what a library does at the end of an interpreter is not asked
 
 

@@ -44,6 +44,21 @@ def test_a_library_that_prints_is_heard_to_the_end(nixl_is):
     assert "libucp.so.0: missing" in found()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "NIXL does not load here: No module named 'nixl_cu12._bindings'. Fix: reinstall: pip install"),
+        ("no_such_name", "does not load here: NameError: name 'no_such_name' is not defined. Fix: pip"),
+        ("import os\nos.write(1, b'\\xff\\xfe')\nos.write(2, b'\\xff')", "No module named 'nixl_cu12._b"),
+    ],
+    ids=["half", "raises", "no text"],
+)
+def test_a_library_that_is_half_there_or_prints_anything_is_named_as_such(nixl_is, text: str, said: str):
+    nixl_is(text)
+    assert said in found()
+    assert "is not installed" not in found()
+
+
 def test_a_library_that_hangs_is_given_up(nixl_is, monkeypatch: pytest.MonkeyPatch):
     nixl_is("import threading\nthreading.Event().wait()")
     monkeypatch.setattr(probes, "PROBE_S", 3.0)

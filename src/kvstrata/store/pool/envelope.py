@@ -37,6 +37,7 @@ _HEAD_GRANULE = 512
 _LAYOUT_LIMIT = 256
 _NO_WORDS = np.zeros(0, dtype="<u8")
 _MOST_PIECES = 4096
+_LARGEST_BYTES = 1 << 62
 PIECE_BYTES = 256 << 10
 """A piece is not longer than this, except in objects of more than a GiB."""
 
@@ -88,18 +89,35 @@ class Envelope:
         rest = data[STAMP_BYTES:length]
         if zlib.crc32(rest) != crc:
             return None
+        return cls._checked(digest, generation, size_bytes, rest)
+
+    @classmethod
+    def _checked(cls, digest: bytes, generation: int, size_bytes: int, rest: bytes) -> Envelope | None:
+        """The rest of a head; None unless it makes sense: its checksum is one that anybody can work out."""
+        if len(rest) < _REST.size:
+            return None
         layout_bytes, pieces = _REST.unpack_from(rest)
         at = _REST.size + layout_bytes
-        numbers = np.frombuffer(rest, dtype="<u8", count=2 * pieces + 1, offset=at)
-        cuts = tuple(int(number) for number in numbers[: pieces + 1])
-        if cuts[-1] != size_bytes:
+        if not 0 < pieces <= _MOST_PIECES or layout_bytes > _LAYOUT_LIMIT:
             return None
+        if at + 8 * (2 * pieces + 1) > len(rest) or size_bytes > _LARGEST_BYTES:
+            return None
+        numbers = np.frombuffer(rest, dtype="<u8", count=2 * pieces + 1, offset=at)
+        cuts = numbers[: pieces + 1]
+        if cuts[0] != 0 or cuts[-1] != size_bytes or not (cuts[1:] > cuts[:-1]).all():
+            return None
+        try:
+            layout = rest[_REST.size : at].decode()
+        except UnicodeDecodeError:
+            return None
+        if STAMP_BYTES + len(rest) != head_bytes(pieces, layout_bytes):
+            return None  # the bytes of the object would be looked for elsewhere
         return cls(
             digest=digest,
             generation=generation,
-            layout=rest[_REST.size : at].decode(),
-            cuts=cuts,
-            sums=tuple(int(number) for number in numbers[pieces + 1 :]),
+            layout=layout,
+            cuts=tuple(cuts.tolist()),
+            sums=tuple(numbers[pieces + 1 :].tolist()),
         )
 
     def pieces_of(self, offset: int, size_bytes: int) -> range:

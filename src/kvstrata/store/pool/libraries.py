@@ -27,3 +27,8 @@ def library(backend: str) -> ModuleType:
     except (ImportError, OSError) as error:  # it is there, but something of the system it links to is not
         hint = "; on Debian: apt-get install libibverbs1" if "libibverbs" in str(error) else ""
         raise StoreUnavailable(f"backend={backend!r}: {name} does not load here: {error}{hint}") from error
+    except Exception as error:  # a package that is half there raises whatever it likes
+        raise StoreUnavailable(
+            f"backend={backend!r}: {name} does not load here: {type(error).__name__}: {error}; "
+            f"reinstall it: pip install '{_EXTRAS[backend]}'"
+        ) from error

@@ -16,6 +16,7 @@ from kvstrata.errors import ConfigurationError, TransferFailed
 from kvstrata.remote.transports.base import Destination
 from kvstrata.remote.transports.engines.base import Patience
 from kvstrata.remote.transports.engines.hosts import address_towards, split_address
+from kvstrata.remote.transports.engines.loading import cannot_load
 
 if TYPE_CHECKING:
     from kvstrata.remote.transports.engines.staged import GivenUp, StagedEngine
@@ -127,10 +128,9 @@ def _module() -> Any:
     """The library; ConfigurationError in one line if it is not there or does not load."""
     try:
         import memfabric_hybrid
-    except ModuleNotFoundError:
-        raise ConfigurationError("MemFabric is not installed. Fix: pip install 'kvstrata[ascend]'") from None
-    except (ImportError, OSError) as error:
-        raise ConfigurationError(f"MemFabric does not load here: {error}") from error
+    except Exception as error:  # a package that is half there raises whatever it likes
+        fix = "pip install 'kvstrata[ascend]'"
+        raise cannot_load(error, library="MemFabric", package="memfabric_hybrid", fix=fix) from error
     return memfabric_hybrid
 
 

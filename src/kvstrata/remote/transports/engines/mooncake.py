@@ -15,6 +15,7 @@ from kvstrata.memory.native import load_ibverbs
 from kvstrata.remote.transports.base import Destination
 from kvstrata.remote.transports.engines.base import Patience
 from kvstrata.remote.transports.engines.hosts import address_towards, split_address
+from kvstrata.remote.transports.engines.loading import cannot_load
 
 if TYPE_CHECKING:
     from kvstrata.remote.transports.engines.staged import GivenUp, StagedEngine
@@ -133,15 +134,14 @@ def _transfer_engine() -> Any:
     load_ibverbs()
     try:
         from mooncake.engine import TransferEngine
-    except ModuleNotFoundError:
-        raise ConfigurationError(
-            "Mooncake is not installed. Fix: pip install 'kvstrata[mooncake]', and libibverbs1 of the system"
-        ) from None
-    except (ImportError, OSError) as error:
-        raise ConfigurationError(
-            f"Mooncake does not load here: {error}. Fix: install libibverbs1 of the system, "
-            "or name its folder in LD_LIBRARY_PATH"
-        ) from error
+    except ImportError as error:
+        fix = "pip install 'kvstrata[mooncake]', and libibverbs1 of the system"
+        if not isinstance(error, ModuleNotFoundError):
+            fix = "install libibverbs1 of the system, or name its folder in LD_LIBRARY_PATH"
+        raise cannot_load(error, library="Mooncake", package="mooncake", fix=fix) from error
+    except Exception as error:  # a package that is half there raises whatever it likes
+        fix = "reinstall: pip install 'kvstrata[mooncake]'"
+        raise cannot_load(error, library="Mooncake", package="mooncake", fix=fix) from error
     return TransferEngine
 
 

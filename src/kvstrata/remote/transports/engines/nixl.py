@@ -22,8 +22,10 @@ from kvstrata.errors import ConfigurationError, DeadlineExceeded, TransferFailed
 from kvstrata.remote.transports.base import Destination, Int64Array
 from kvstrata.remote.transports.engines.base import Patience
 from kvstrata.remote.transports.engines.hosts import is_loopback
+from kvstrata.remote.transports.engines.loading import cannot_load
 
 _WHEELS = ("nixl_cu12", "nixl_cu13")
+_INSTALL = "pip install 'kvstrata[nixl]'"
 _BACKEND = "UCX"
 _OWNER_LOOKS_US = 10_000  # at the latest; traffic wakes its thread at once
 _SPIN_S = 0.002
@@ -147,14 +149,18 @@ class NixlEngine:
 
 def _bindings() -> Any:
     """The library's module; ConfigurationError in one line if it is not there or does not load."""
+    problem: ConfigurationError | None = None
     for wheel in _WHEELS:
         try:
             return import_module(f"{wheel}._bindings")
-        except ModuleNotFoundError:
-            continue
-        except (ImportError, OSError) as error:
-            raise ConfigurationError(f"NIXL ({wheel}) does not load here: {error}") from error
-    raise ConfigurationError("NIXL is not installed. Fix: pip install 'kvstrata[nixl]'")
+        except Exception as error:  # a wheel that is half there raises whatever it likes
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == wheel
+            if problem is None or not is_missing:
+                problem = cannot_load(
+                    error, library="NIXL", package=wheel, fix="pip install 'kvstrata[nixl]'"
+                )
+    assert problem is not None
+    raise problem
 
 
 def _new_agent(bindings: Any, *, has_thread: bool, is_loopback: bool) -> Any:
