@@ -70,6 +70,7 @@ def test_what_is_forged_well_is_read_so_that_the_cases_below_fail_for_their_reas
         forged(length=512),
         forged(length=4096),
     ],
+    ids=range(19),
 )
 def test_a_head_that_makes_no_sense_is_none(head: bytes) -> None:
     assert Envelope.decode(DIGEST, head) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 
 from kvstrata.cli import app
 from kvstrata.config import parse_connector_config
+from kvstrata.errors import StoreUnavailable
 from kvstrata.serve_store.plan import StorePlan, engine_config, servers
+from kvstrata.serve_store.processes import StoreProcesses
 
 
 def run(*words: str) -> tuple[int, str, str]:
@@ -65,7 +68,7 @@ def test_engines_are_told_where_the_servers_are(backend: str, protocol: str) -> 
         (("--backend", "mooncake", "--host", ""), "name one interface"),
         (("--backend", "mooncake", "--protocol", "pigeon"), "pigeon"),
         (("--backend", "mooncake", "--protocol", "host_shm"), "host_shm"),
-        (("--backend", "mooncake", "--log-dir", "/dev/null/logs"), "/dev/null/logs"),
+        (("--backend", "mooncake", "--port", "1", "--log-dir", "/dev/null/logs"), "/dev/null/logs"),
         (("--backend", "local", "--protocol", "tcp"), "--protocol tcp has no effect"),
         (("--backend", "local", "--port", "5000"), "--port 5000 has no effect"),
     ],
@@ -77,3 +80,15 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
     code, output, errors = run(*words)
     assert (code, output) == (1, "")
     assert said in errors
+
+
+def test_a_port_that_is_taken_leaves_the_log_of_whoever_took_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        made = replace(plan("mooncake"), port=taken.getsockname()[1], log_dir=tmp_path)
+        log = servers(made)[0].log
+        log.write_text("what the other one said")
+        processes = StoreProcesses(made)
+        with pytest.raises(StoreUnavailable, match=r"port \d+ of 127.0.0.1 is taken, so mooncake's master"):
+            processes.start(deadline_s=1.0)
+        processes.close()
+        assert log.read_text() == "what the other one said"

@@ -34,6 +34,11 @@ class StoreProcesses:
     def start_one(self, name: str, *, deadline_s: float) -> None:
         """Start a server and wait until it serves; raises `StoreUnavailable`."""
         server = self._servers[name]
+        if server.port is not None and is_listening(self._plan.host, server.port, timeout_s=1.0):
+            raise StoreUnavailable(
+                f"port {server.port} of {self._plan.host} is taken, so {self._plan.backend}'s {name} cannot "
+                "start; end what holds it, or name another port"
+            )
         try:
             server.log.parent.mkdir(parents=True, exist_ok=True)
             server.log.write_bytes(b"")
@@ -41,11 +46,6 @@ class StoreProcesses:
             raise StoreUnavailable(
                 f"{server.log}: no log of {self._plan.backend}'s {name}: {error}"
             ) from error
-        if server.port is not None and is_listening(self._plan.host, server.port, timeout_s=1.0):
-            raise StoreUnavailable(
-                f"port {server.port} of {self._plan.host} is taken, so {self._plan.backend}'s {name} cannot "
-                "start; end what holds it, or name another port"
-            )
         process = self._running[name] = ChildProcess(_launch(server))
         ends_s = time.monotonic() + deadline_s
         while not self._serves(server):
