@@ -57,6 +57,18 @@ def test_who_has_another_secret_is_not_heard(make: Make) -> None:
     check_nothing_is_left(producer, consumer)
 
 
+def test_a_decode_that_answered_nothing_is_connected_to_anew(make: Make) -> None:
+    options = quick_options(b"something else", open_wait_s=1.0)
+    producer = make(ProducerSide, options=options)
+    consumer = make(ConsumerSide, options=quick_options(wait_s=1.0))
+    for transfer, renewed in (("t", {}), ("next", {"peer was silent": 1})):
+        begin(producer, consumer, transfer, [1])
+        assert producer.wait_settled(transfers=[transfer])[transfer][0] == "lapsed"
+        assert producer.endpoint.statistics().undelivered == renewed
+        consumer.wait_finished(transfers=[transfer])
+    check_nothing_is_left(producer, consumer)
+
+
 def test_rubbish_is_counted_and_nothing_dies(make: Make) -> None:
     producer, consumer = make(ProducerSide), make(ConsumerSide)
     host, port = consumer.address()

@@ -20,6 +20,7 @@ from kvstrata.store.testing import ManualClock
 
 DEADLINE_S = 20.0
 LATE_S = 1.0
+SILENT_S = 3.0
 SECRET = b"secret of the tests"
 BEAT = Beat(epoch="e", transfers=("t",))
 
@@ -272,6 +273,45 @@ def test_what_waits_for_a_connection_is_dropped_when_it_is_old(
     clock.now_s += 1.5
     connecting.flush()
     assert connecting.counts == {"peer has no connection": 1}
+
+
+def tell(connecting: ConnectingChannel, listening: ListeningChannel, count: int) -> list[str]:
+    """Send that many messages; returns under which identity each came."""
+    identities = []
+    for _ in range(count):
+        connecting.send(f"127.0.0.1:{listening.address[1]}", [b"word"])
+        identities.append(receive(listening, connecting)[0])
+    return identities
+
+
+def test_a_doubted_peer_is_connected_to_anew(
+    connecting: ConnectingChannel, clock: ManualClock, listening: ListeningChannel
+) -> None:
+    peer = f"127.0.0.1:{listening.address[1]}"
+    first, again = tell(connecting, listening, 2)
+    clock.now_s += SILENT_S
+    connecting.doubt(peer, SILENT_S)
+    second, third = tell(connecting, listening, 2)
+    assert first == again != second == third
+    assert connecting.counts == {"peer was silent": 1}
+    listening.send(second, [b"answer"])
+    assert receive(connecting, connecting)[1] == [b"answer"]
+
+
+def test_a_doubt_that_is_wrong_changes_nothing(
+    connecting: ConnectingChannel, clock: ManualClock, listening: ListeningChannel
+) -> None:
+    peer = f"127.0.0.1:{listening.address[1]}"
+    connecting.doubt(peer, SILENT_S)  # nothing was ever said
+    (first,) = tell(connecting, listening, 1)
+    connecting.doubt(peer, SILENT_S)  # not long ago
+    assert tell(connecting, listening, 1) == [first]
+    clock.now_s += SILENT_S
+    connecting.doubt(peer, SILENT_S)
+    listening.send(first, [b"answer"])  # it was only slow
+    receive(connecting, connecting)
+    assert tell(connecting, listening, 1) == [first]
+    assert connecting.counts == {}
 
 
 def test_connections_are_bounded_and_the_quietest_goes_first(

@@ -7,6 +7,7 @@ sent now is counted and dropped, and the machines repeat what needs an answer.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from kvstrata.remote.protocol.messages import MAX_FRAME_BYTES
 HIGH_WATER = 4096  # messages a connection queues each way; beyond it they are dropped and repeated later
 MAX_FRAMES = 4  # of one message; ours have two
 MAX_PEERS = 256  # connections a producer keeps; the one that was quiet for longest goes first
+CONNECT_TIMEOUT_MS = 2000  # then a connection is begun anew: TCP itself would ask again later and later
 CLOSING_LINGER_MS = 100  # so that the last words of an orderly end are heard, and a dead peer delays nothing
 FRAME_SLACK_BYTES = 4096  # what a frame of the largest message has beside it
 
@@ -108,13 +110,20 @@ class ListeningChannel:
 
 
 class ConnectingChannel:
-    """One DEALER for each peer, named `host:port`, made at the first message to it."""
+    """One DEALER for each peer, named `host:port`, made at the first message to it.
+
+    A link that was cut tells nobody. When it is back, TCP may wait for as long again as it was away, up to
+    two minutes, before it sends; and a ROUTER that still has the old connection takes no other one of the
+    same identity. So after `doubt` a peer gets a new connection, of a new identity.
+    """
 
     def __init__(self, *, keep_s: float, clock: Callable[[], float]) -> None:
         """What is sent while a peer has no connection is kept for `keep_s`, until the machine repeats it."""
         self.counts: Counter[str] = Counter()
         self._keep_s = keep_s
         self._clock = clock
+        self._unanswered_since_s: dict[str, float] = {}
+        self._doubted: set[str] = set()
         self._context = zmq.Context(io_threads=1)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}  # in order of their last message
         self._waiting: dict[str, deque[tuple[float, Frames]]] = {}
@@ -135,12 +144,17 @@ class ConnectingChannel:
             except (zmq.Again, KeyError):
                 continue
             self._readable.append(peer)
+            self._unanswered_since_s.pop(peer, None)
+            self._doubted.discard(peer)
             if len(frames) <= MAX_FRAMES:
                 return peer, frames
             self.counts["too many frames"] += 1
         return None
 
     def send(self, peer: str, frames: Frames) -> None:
+        if peer in self._doubted:
+            self.counts["peer was silent"] += 1
+            self.forget(peer)
         socket = self._sockets.pop(peer, None)
         if socket is None:
             try:
@@ -149,6 +163,7 @@ class ConnectingChannel:
                 self.counts["not an address"] += 1
                 return
         self._sockets[peer] = socket
+        self._unanswered_since_s.setdefault(peer, self._clock())
         waiting = self._waiting.get(peer)
         if waiting is None and self._try_send(socket, frames):
             return
@@ -172,10 +187,17 @@ class ConnectingChannel:
 
     def forget(self, peer: str) -> None:
         socket = self._sockets.pop(peer, None)
+        self._unanswered_since_s.pop(peer, None)
+        self._doubted.discard(peer)
         if socket is not None:
             self._waiting.pop(peer, None)
             self._poller.unregister(socket)
             socket.close(linger=0)
+
+    def doubt(self, peer: str, silent_s: float) -> None:
+        """Connect anew for the next message, unless `peer` is heard before, or was within `silent_s`."""
+        if self._clock() - self._unanswered_since_s.get(peer, math.inf) >= silent_s:
+            self._doubted.add(peer)
 
     def close(self) -> None:
         self._context.destroy(linger=CLOSING_LINGER_MS)
@@ -189,6 +211,7 @@ class ConnectingChannel:
         socket.setsockopt(zmq.ROUTING_ID, b"k" + secrets.token_bytes(15))
         # Without a connection nothing piles up in the socket, where it could not be taken back.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         host, _, port = peer.rpartition(":")

@@ -23,7 +23,7 @@ from kvstrata.remote.options import EndpointOptions
 from kvstrata.remote.producer.exports import Exports, Offer
 from kvstrata.remote.producer.machine import Producer
 from kvstrata.remote.producer.publisher import Part, Publisher
-from kvstrata.remote.protocol.actions import Revoke, Send, Settle
+from kvstrata.remote.protocol.actions import Ending, Revoke, Send, Settle
 from kvstrata.remote.protocol.codec import Codec
 from kvstrata.remote.protocol.messages import AnyMessage, ComponentLayout, Place, Refused, Welcome
 from kvstrata.remote.timeline import Timeline
@@ -113,12 +113,12 @@ class ProducerEndpoint:
         TransferFailed if too many transfers are open, or for an id that is in use or was lately.
         """
         self._loop.check_alive()
-        hold = self._holds.grant()
+        hold, peer = self._holds.grant(), f"{host}:{port}"
         try:
             with self._loop.entered():
                 self._machine.open(
                     transfer,
-                    peer=f"{host}:{port}",
+                    peer=peer,
                     hold=hold,
                     member=member,
                     members=members,
@@ -126,7 +126,7 @@ class ProducerEndpoint:
                     end_block=end_block,
                     layers=self._layers,
                 )
-                self._ledger.begin(transfer, Offer(hold, Timeline(begin_s=self._clock())))
+                self._ledger.begin(transfer, Offer(peer, hold, Timeline(begin_s=self._clock())))
         except BaseException:
             self._holds.revoke(hold)
             raise
@@ -258,8 +258,10 @@ class ProducerEndpoint:
                 case Revoke():
                     self._holds.revoke(action.hold)
                 case Settle():
-                    hold = self._ledger.open[action.transfer].hold
-                    assert not self._holds.is_valid(hold), f"{action.transfer} settled with a live hold"
+                    offer = self._ledger.open[action.transfer]
+                    assert not self._holds.is_valid(offer.hold), f"{action.transfer} settled with a live hold"
+                    if action.ending is Ending.LAPSED:
+                        self._channel.doubt(offer.peer, self._lease_s / 2)
                     self._ledger.end(action)
 
     def died(self) -> None:

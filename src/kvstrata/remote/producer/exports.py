@@ -22,8 +22,9 @@ from kvstrata.remote.transports.base import Exporter, Transport, TransportStatis
 
 @dataclass(frozen=True)
 class Offer:
-    """What the endpoint keeps of a transfer: the hold that guards its blocks, and when what happened."""
+    """What the endpoint keeps of a transfer: whose it is, the hold that guards its blocks, and its times."""
 
+    peer: str
     hold: Hold
     timeline: Timeline
 
