@@ -85,6 +85,7 @@ pd_failures.py::test_a_read_that_fails_is_repeated[truncate]
 pd_failures.py::test_reads_that_go_on_failing_end_the_transfer
 pd_failures.py::test_a_lost_abort_of_decode_is_made_good
 pd_failures.py::test_a_lost_abort_of_prefill_and_its_lost_answer_are_repeated
+pd_hosts.py::test_a_link_that_is_away_for_less_than_a_lease_costs_time_only[nixl]
 pd_modes.py::test_int8_indexers_on_both_sides_are_exact
 pd_modes.py::test_asynchronous_decode_is_exact
 shell.py::test_the_readmes_servers_answer_the_readmes_question[sparse]
