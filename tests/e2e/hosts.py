@@ -10,11 +10,11 @@ import ctypes
 import functools
 import ipaddress
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -142,7 +142,7 @@ class Network:
     """Hosts with the addresses 10.0.0.1, 10.0.0.2, ... in the order of their names; all go with the block."""
 
     def __init__(self, *names: str) -> None:
-        prefix = f"kvstrata-{os.getpid()}-{threading.get_ident():x}"
+        prefix = f"kvstrata-{os.getpid()}-{secrets.token_hex(4)}"
         self._switch = f"{prefix}-switch"
         self._hosts = {
             name: Host(f"10.0.0.{n}", namespace=f"{prefix}-{name}", switch=self._switch, port=f"port{n}")

@@ -206,6 +206,47 @@ def at_rest(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("world").wait_at_rest()
 
 
+def test_a_peer_is_heard_as_soon_as_its_link_is_back() -> None:
+    """And not when TCP tries again, which after an absence of hours is minutes later."""
+    reason = why_no_hosts()
+    if reason is not None:
+        pytest.skip(reason)
+    with Network("prefill", "decode") as network, ExitStack() as stack:
+        decode, prefill = network["decode"], network["prefill"]
+        with decode.entered():
+            listening = ListeningChannel(host=decode.address, port=8300)
+        stack.callback(listening.close)
+        stack.enter_context(prefill.entered())  # to stay: sockets and their threads are made when first used
+        connecting = ConnectingChannel(keep_s=0.5, clock=time.monotonic)
+        stack.callback(connecting.close)
+        wake_fd = os.eventfd(0)
+        stack.callback(os.close, wake_fd)
+        peer, said_s = f"{decode.address}:8300", 0.0
+
+        def is_answered() -> bool:
+            """Say something twice a second, have decode answer, and tell whether an answer has come."""
+            nonlocal said_s
+            if time.monotonic() > said_s + 0.5:
+                said_s = time.monotonic()
+                connecting.send(peer, [b"word"])
+            listening.wait(0.01, wake_fd)
+            while (received := listening.receive()) is not None:
+                listening.send(*received)
+            connecting.flush()
+            connecting.wait(0.01, wake_fd)
+            return connecting.receive() is not None
+
+        until(is_answered, "the first answer")
+        prefill.cut()
+        mended_s = time.monotonic() + TCP_WAITS_S
+        until(lambda: not is_answered() and time.monotonic() > mended_s, "time without the link")
+        connecting.doubt(peer, LEASE_S)  # as the endpoint does when a transfer has lapsed
+        prefill.mend()
+        mended_s = time.monotonic()
+        until(is_answered, "an answer over the mended link")
+        assert time.monotonic() - mended_s < TCP_WAITS_S / 2
+
+
 @pytest.mark.features("prefill", "layerwise", "chunked")
 @pytest.mark.features("decode", "sparse")
 def test_three_hosts_answer_as_one_engine_and_every_byte_crosses_the_link(world: World) -> None:
@@ -255,44 +296,3 @@ def test_a_link_that_is_away_for_longer_is_not_waited_for_and_is_used_again(worl
         assert world.count("done_pulls_total") == done
     world.wait_at_rest()
     world.check_next(SHORT[4])
-
-
-def test_a_peer_is_heard_as_soon_as_its_link_is_back() -> None:
-    """And not when TCP tries again, which after an absence of hours is minutes later."""
-    reason = why_no_hosts()
-    if reason is not None:
-        pytest.skip(reason)
-    with Network("prefill", "decode") as network, ExitStack() as stack:
-        decode, prefill = network["decode"], network["prefill"]
-        with decode.entered():
-            listening = ListeningChannel(host=decode.address, port=8300)
-        stack.callback(listening.close)
-        stack.enter_context(prefill.entered())  # to stay: sockets and their threads are made when first used
-        connecting = ConnectingChannel(keep_s=0.5, clock=time.monotonic)
-        stack.callback(connecting.close)
-        wake_fd = os.eventfd(0)
-        stack.callback(os.close, wake_fd)
-        peer, said_s = f"{decode.address}:8300", 0.0
-
-        def is_answered() -> bool:
-            """Say something twice a second, have decode answer, and tell whether an answer has come."""
-            nonlocal said_s
-            if time.monotonic() > said_s + 0.5:
-                said_s = time.monotonic()
-                connecting.send(peer, [b"word"])
-            listening.wait(0.01, wake_fd)
-            while (received := listening.receive()) is not None:
-                listening.send(*received)
-            connecting.flush()
-            connecting.wait(0.01, wake_fd)
-            return connecting.receive() is not None
-
-        until(is_answered, "the first answer")
-        prefill.cut()
-        mended_s = time.monotonic() + TCP_WAITS_S
-        until(lambda: not is_answered() and time.monotonic() > mended_s, "time without the link")
-        connecting.doubt(peer, LEASE_S)  # as the endpoint does when a transfer has lapsed
-        prefill.mend()
-        mended_s = time.monotonic()
-        until(is_answered, "an answer over the mended link")
-        assert time.monotonic() - mended_s < TCP_WAITS_S / 2
