@@ -231,8 +231,8 @@ def test_reads_that_go_on_failing_end_the_transfer(pair: Pair, case: Case) -> No
 def test_lost_messages_are_repeated(pair: Pair, case: Case) -> None:
     """Openings, their answers, news of parts and acknowledgements; what is told twice counts once."""
     pulled, sent = Counts(pair.decode), Counts(pair.prefill)
-    # Each loss may hold up prefill's next layer until it is repeated, later and later; the second prompt begins
-    # after the first one's last, and must do so within WAIT_S.
+    # Each loss may hold up prefill's next layer until it is repeated, later and later; the second prompt
+    # begins after the first one's last, and must do so within WAIT_S.
     pair.decode.call("lose_messages", {"Accept": 1, "ReadDone": 3})
     pair.prefill.call("lose_messages", {"Open": 1, "Ready": 3})
     assert pair.ask([case.prompt, case.beside], NEW_TOKENS) == [case.answer, case.beside_answer]
