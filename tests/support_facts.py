@@ -73,6 +73,11 @@ FEATURES = (
     Feature(name="pp", knob="`--pipeline-parallel-size`", meaning="stages of layers"),
     Feature(name="dp", knob="`--data-parallel-size`", meaning="replicas of the engine"),
     Feature(
+        name="ep",
+        knob="`--enable-expert-parallel`, with `tp` or `dp`",
+        meaning="each rank has experts of its own, instead of a part of every one",
+    ),
+    Feature(
         name="mtp",
         knob='`--speculative-config`, method "mtp", a fixed number of drafts',
         meaning="a draft layer with a cache of its own",
@@ -92,8 +97,8 @@ FEATURES = (
 NAMES = tuple(feature.name for feature in FEATURES)
 OURS = tuple(feature.name for feature in FEATURES if feature.is_ours)
 
-NEEDS = {"kvpp": "tp"}
-"""A feature that runs only with another: who names the first in a mark names the second."""
+NEEDS = {"kvpp": ("tp",), "ep": ("tp", "dp")}
+"""A feature that runs only with one of others: who names the first in a mark names one of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +174,12 @@ RULES = (
         features=frozenset({"dp", "compiled"}),
         words="cannot trace on CPU how replicas exchange tokens; set enforce_eager to true",
         test="tests/unit/test_vllm_settings.py::test_compiled_replicas_with_experts_are_refused_by_name",
+    ),
+    Rule(
+        features=frozenset({"ep", "dp", "tp"}),
+        words="vLLM 0.32 answers wrongly after steps of one token",
+        test="tests/unit/test_vllm_settings.py"
+        "::test_experts_over_replicas_of_several_ranks_are_refused_by_name",
     ),
 )
 
@@ -295,16 +306,9 @@ LIMITS = (
         test="tests/unit/test_vllm_settings.py::test_hashes_finer_than_a_block_do_not_name_store_objects",
     ),
     Limit(
-        what="experts of a quantised model spread over ranks (`--enable-expert-parallel`)",
-        beside=_ANY,
+        what="experts of a quantised model",
+        beside="ep",
         words="look for other ranks' experts in their own weights",
         test="tests/unit/test_vllm_settings.py::test_quantised_experts_spread_over_ranks_are_refused_by_name",
-    ),
-    Limit(
-        what="`--enable-expert-parallel` with replicas of several tensor-parallel ranks",
-        beside="dp + tp",
-        words="vLLM 0.32 answers wrongly after steps of one token",
-        test="tests/unit/test_vllm_settings.py"
-        "::test_experts_over_replicas_of_several_ranks_are_refused_by_name",
     ),
 )

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support_facts import NAMES, RULES, Rule
+from support_facts import NAMES, NEEDS, RULES, Rule
 
 ROOT = Path(__file__).parents[1]
 COLLECTION_DEADLINE_S = 300
 
 Engine = frozenset[str]
 Engines = frozenset[Engine]
+
+VERDICTS = ("tested", "tested beyond CI", "ruled out", "not tested")
+"""Of a set of features in one engine; the first: by a test of CI."""
 
 HOMES = frozenset({"layerwise", "sparse", "kvpp"})
 """Where an engine keeps its KV, if not on the device: see docs/design.md."""
@@ -103,8 +106,11 @@ class Matrix:
     runs: tuple[Run, ...]
 
     def rule(self, features: Iterable[str]) -> Rule | None:
-        """The first rule against them, if there is one."""
-        wanted = frozenset(features)
+        """The first rule against them, and what they cannot do without, if there is one."""
+        wanted = set(features)
+        for feature, needed in NEEDS.items():
+            if feature in wanted and len(needed) == 1:
+                wanted |= set(needed)
         return next((rule for rule in RULES if rule.features <= wanted), None)
 
     def run(self, features: Iterable[str]) -> Run | None:
@@ -126,24 +132,31 @@ class Matrix:
         return next((r for r in self.runs if has(r, "prefill", prefill) and has(r, "decode", decode)), None)
 
     def verdict(self, features: Iterable[str]) -> str:
-        """One of "tested", "ruled out" and "not tested"."""
+        """One of `VERDICTS`."""
         wanted = frozenset(features)
         if self.rule(wanted) is not None:
             return "ruled out"
-        return "not tested" if self.run(wanted) is None else "tested"
+        run = self.run(wanted)
+        if run is None:
+            return "not tested"
+        return "tested" if run.is_in_ci else "tested beyond CI"
 
-    def untested_pairs(self) -> list[tuple[str, str]]:
+    def untested_pairs(self) -> list[tuple[str, ...]]:
         """The pairs, in the features' order, that are neither run by a test of CI nor ruled out."""
-        pairs = [pair for pair in itertools.combinations(NAMES, 2) if self.rule(pair) is None]
-        return [pair for pair in pairs if (run := self.run(pair)) is None or not run.is_in_ci]
+        pairs = itertools.combinations(NAMES, 2)
+        return [pair for pair in pairs if self.verdict(pair) in ("tested beyond CI", "not tested")]
+
+    def untested_triples(self) -> list[tuple[str, ...]]:
+        """The triples, in the features' order, that are neither run by any test nor ruled out."""
+        triples = itertools.combinations(NAMES, 3)
+        return [triple for triple in triples if self.verdict(triple) == "not tested"]
 
     def counts(self, size: int) -> dict[str, int]:
-        """How many sets of that size are tested, refused, without effect and not tested."""
-        found = dict.fromkeys(("tested", "refused", "no effect", "not tested"), 0)
+        """How many sets of that size have which verdict, those ruled out by their effect."""
+        found = dict.fromkeys(("tested", "tested beyond CI", "refused", "no effect", "not tested"), 0)
         for features in itertools.combinations(NAMES, size):
             rule = self.rule(features)
-            run = self.run(features)
-            found[rule.effect if rule is not None else "not tested" if run is None else "tested"] += 1
+            found[self.verdict(features) if rule is None else rule.effect] += 1
         return found
 
 

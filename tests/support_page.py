@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from support_facts import FEATURES, LIMITS, NAMES, OURS, RULES, Rule
 from support_gaps import NOT_TESTED_PAIRS
-from support_matrix import Engine, Matrix, Run
+from support_matrix import VERDICTS, Engine, Matrix, Run
 
 _HEAD = """\
 # What works with what
@@ -56,8 +56,8 @@ Nothing refuses these pairs, and no test runs them in one engine:
 _TRIPLES = """\
 ## Triples
 
-For each pair that a test runs: with which third features a test runs it, and with which it does not. Of a
-pair that is not tested, no triple is.
+For each pair that a test runs: with which third features a test of CI runs it, with which only one of
+`make test-all` does, and with which none. `kvpp` needs `tp`: what rules out the one rules out the other.
 """
 
 _TESTS = """\
@@ -118,11 +118,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _counts(matrix: Matrix) -> Iterator[str]:
-    kinds = ("tested", "refused", "no effect", "not tested")
+    kinds = ("tested by CI", "only by `make test-all`", "refused", "no effect", "not tested")
     counts = {"pairs": matrix.counts(2), "triples": matrix.counts(3)}
     yield from _table(
         (f"of {len(NAMES)} features", *kinds),
-        ((what, *(str(found[kind]) for kind in kinds)) for what, found in counts.items()),
+        ((what, *map(str, found.values())) for what, found in counts.items()),
     )
 
 
@@ -179,8 +179,6 @@ def _rules(effect: str) -> Iterator[str]:
 def _outside() -> Iterator[str]:
     rows = ((limit.what, limit.beside, f"“{limit.words}”", f"`{limit.test}`") for limit in LIMITS)
     yield from _table(("what", "beside", "what it says", "shown by"), rows)
-    yield ""
-    yield "Expert parallelism is in no cell, for it touches no KV: `tests/e2e/test_e2e_experts.py` shows it."
 
 
 def _not_tested() -> Iterator[str]:
@@ -197,12 +195,18 @@ def _triples(matrix: Matrix) -> Iterator[str]:
         for second in NAMES[at + 1 :]:
             if matrix.rule((first, second)) is not None or matrix.run((first, second)) is None:
                 continue
-            thirds: dict[str, list[str]] = {"tested": [], "ruled out": [], "not tested": []}
+            thirds: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
             for third in NAMES:
                 if third not in (first, second):
                     thirds[matrix.verdict((first, second, third))].append(third)
             rows.append((f"{first} + {second}", *(", ".join(names) for names in thirds.values())))
-    yield from _table(("pair", "tested with", "refused or without effect with", "not tested with"), rows)
+    heads = (
+        "tested with",
+        "only by `make test-all` with",
+        "refused or without effect with",
+        "not tested with",
+    )
+    yield from _table(("pair", *heads), rows)
 
 
 def _tests(matrix: Matrix, numbers: dict[str, str]) -> Iterator[str]:

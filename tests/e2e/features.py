@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from engines import engine_arguments
 from models import Model
+from rank_extension import EXTENSION
 
 CHUNK_TOKENS = 96
+EXPERTS = 8  # in a layer of the models that have any
 COMPILED = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0", "VLLM_CPU_CI_ENV": "1"}
 """Environment in which a DSA model is traced, and the traced graph is run as it is."""
 
@@ -18,6 +21,7 @@ _VLLM: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
     "dp": {"data_parallel_size": 2},
+    "ep": {"enable_expert_parallel": True},
     "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "chunked": {"max_num_batched_tokens": CHUNK_TOKENS},
     "prefix": {"enable_prefix_caching": True},
@@ -54,6 +58,8 @@ def arguments_with(
 ) -> dict[str, Any]:
     """Return `vllm.LLM` arguments of an engine with exactly these features; `more` goes to vLLM.
 
+    Ranks can be asked what `rank_extension` lets them say.
+
     `store` is where the one of "store" lives, `port` what "decode" listens on. `in_halves`: name
     the seeds' two connectors under vLLM's MultiConnector instead of one.
     """
@@ -86,7 +92,7 @@ def arguments_with(
         additional["sparse_kv_offload_config"] = {"enabled": True, "topk_buffer_size": 64}
     if "kvpp" in wanted:
         additional["enable_kvpp"] = True
-    return engine_arguments(model, additional_config=additional, **arguments, **more)
+    return engine_arguments(model, additional_config=additional, **EXTENSION, **arguments, **more)
 
 
 def _connector(name: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -102,3 +108,30 @@ def idle(features: Iterable[str], statistics: Iterable[dict[str, Any]]) -> list[
         for counter in COUNTERS.get(feature, ())
         if not any(rank.get(name, 0) for rank in ranks for name in counter.split(" + "))
     ]
+
+
+def misplaced_experts(features: Collection[str], held: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the layers whose experts are not where the features put them: empty if all of them are.
+
+    `held` is what `held_experts` says on every rank of all replicas. With "ep" each rank of a layer has the
+    weights of an equal share of its experts, and no expert is on two; without it, a part of every expert's.
+    """
+    of_layers: dict[str, list[list[int]]] = {}
+    misplaced = set()
+    for rank in held:
+        for layer, ids in rank["ids"].items():
+            of_layers.setdefault(layer, []).append(ids)
+            if rank["counts"][layer] != len(ids):
+                misplaced.add(layer)
+    assert of_layers, "no rank has a layer with experts"
+    every = list(range(EXPERTS))
+    for layer, ranks in of_layers.items():
+        if "ep" in features:
+            is_right = sorted(itertools.chain(*ranks)) == every and len(set(map(len, ranks))) == 1 < len(
+                ranks
+            )
+        else:
+            is_right = all(ids == every for ids in ranks)
+        if not is_right:
+            misplaced.add(layer)
+    return sorted(misplaced)

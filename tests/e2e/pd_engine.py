@@ -17,7 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from engine_process import losing_objects_of
+from engines import STATISTICS
 
 if TYPE_CHECKING:
     from pd_losses import MessageLosses
@@ -30,6 +32,14 @@ END_DEADLINE_S = 60.0
 _SHOWN_LOG = 4000
 
 Serve = Callable[[Connection, dict[str, Any], str, str], None]
+
+
+def summed(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the first rank, with numbers summed over the ranks."""
+    return {
+        key: sum(rank[key] for rank in ranks) if isinstance(value, (int, float)) else value
+        for key, value in ranks[0].items()
+    }
 
 
 class PdEngine:
@@ -99,13 +109,13 @@ class PdEngine:
         self._send(("call", number, what, arguments))
         return self._wait(lambda: self._replies.get(number), f"call {what}", deadline_s)[0]
 
+    def ranks(self, method: str) -> list[Any]:
+        """What each rank answers to a method of its worker."""
+        return list(self.call("ranks", method))
+
     def statistics(self) -> dict[str, Any]:
         """Figures of the first rank; numbers are summed over the ranks."""
-        ranks = self.call("statistics")
-        return {
-            key: sum(rank[key] for rank in ranks) if isinstance(value, (int, float)) else value
-            for key, value in ranks[0].items()
-        }
+        return summed(self.ranks(STATISTICS))
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """Signal the process; after SIGKILL it is gone when this returns."""
@@ -123,12 +133,16 @@ class PdEngine:
             self._send(("end",))
 
     def close(self) -> None:
-        """End the process. Raises AssertionError if it does not, and kills it."""
+        """End the process. Raises AssertionError if it does not, and kills it and those that it started."""
         self.begin_end()
         self._process.join(END_DEADLINE_S)
         if self._process.is_alive():
+            family = psutil.Process(self.pid).children(recursive=True)
             self._process.kill()
             self._process.join(30)
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             raise AssertionError(f"the {self.name} engine did not end\n{self.log()[-_SHOWN_LOG:]}")
 
     def _send(self, message: Any) -> None:
@@ -291,8 +305,8 @@ class _Server:
         """Value of one of vLLM's counters."""
         return float(sum(metric.value for metric in self._llm.get_metrics() if metric.name == name))
 
-    def _call_statistics(self) -> Any:
-        return self._llm.collective_rpc("kvstrata_statistics")
+    def _call_ranks(self, method: str) -> Any:
+        return self._llm.collective_rpc(method)
 
     def _call_num_blocks(self) -> int:
         return int(self._engine.vllm_config.cache_config.num_gpu_blocks)

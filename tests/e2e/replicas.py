@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engines import Outcome
+from engines import STATISTICS, Outcome
 from pd import AT_REST_DEADLINE_S, wait_for
-from pd_engine import START_DEADLINE_S, PdEngine
+from pd_engine import START_DEADLINE_S, PdEngine, summed
 from rank_extension import CHECK_INTEGRITY, EXTENSION
 
 COUNT = 2
@@ -30,10 +30,10 @@ class Replica:
     def add(
         self, request_id: str, prompt: Sequence[int], new_tokens: int, params: dict[str, Any] | None
     ) -> None:
-        self.engine.add_to(self.index, request_id, prompt, new_tokens, params)
+        self.engine.add_to(self.index, self._own(request_id), prompt, new_tokens, params)
 
     def answer(self, request_id: str) -> dict[str, Any]:
-        return self.engine.answer(request_id)
+        return self.engine.answer(self._own(request_id))
 
     def call(self, what: str, *arguments: Any) -> Any:
         return self.engine.call(what, self.index, *arguments)
@@ -42,10 +42,13 @@ class Replica:
         """What each rank of this replica answers to a method of its worker."""
         return list(self.call("ranks", method))
 
+    def _own(self, request_id: str) -> str:
+        """The client has one name for one request, and both replicas may have parts of one."""
+        return f"{request_id}-{self.index}"
+
     def statistics(self) -> dict[str, Any]:
-        """Figures of the only rank of this replica."""
-        (statistics,) = self.ranks("kvstrata_statistics")
-        return dict(statistics)
+        """Figures of this replica's first rank; numbers are summed over its ranks."""
+        return summed(self.ranks(STATISTICS))
 
     def check_at_rest(self) -> None:
         """Soon nothing of any transfer is left, no block is held, and all parts agree."""

@@ -20,6 +20,7 @@ EXPERTS = {"enable_expert_parallel": True, **EXTENSION}
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0", "VLLM_CPU_CI_ENV": "1"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 ALL_EXPERTS = 8
+SPREAD = ("tp", "ep", "chunked")
 
 
 def check_halves(answer: ProcessAnswer, *, layers: int) -> None:
@@ -39,8 +40,13 @@ def check_halves(answer: ProcessAnswer, *, layers: int) -> None:
         # Groups of experts, of which the router picks one, lie on one rank each.
         pytest.param("dense", TENSOR, id="dense"),
         pytest.param("glm", TENSOR | {"enforce_eager": False}, id="compiled"),
-        pytest.param("glm", kvpp(), id="kvpp", marks=pytest.mark.features("kvpp", "tp", "chunked", "prefix")),
-        pytest.param("dsa", TENSOR | sparse(buffer=32), id="sparse"),
+        pytest.param("glm", kvpp(), id="kvpp", marks=pytest.mark.features("kvpp", *SPREAD, "prefix")),
+        pytest.param(
+            "dsa",
+            TENSOR | sparse(buffer=32),
+            id="sparse",
+            marks=pytest.mark.features("sparse", *SPREAD, "prefix"),
+        ),
     ],
 )
 def test_each_rank_holds_half_of_the_experts_and_answers_are_exact(
@@ -83,6 +89,7 @@ def test_another_ranks_share_counted_here_too_is_wrong(
     assert changed == len(model.prompts)
 
 
+@pytest.mark.features("kvpp", *SPREAD, "mtp")
 def test_the_draft_layers_experts_are_halved_too_and_draft_as_well(tmp_path: Path, model_of: ModelOf) -> None:
     """With KVPP. A draft layer that went wrong would change no answer: its drafts would be refused."""
     model = model_of("tiny-dsv32-mtp")

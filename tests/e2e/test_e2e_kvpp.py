@@ -226,6 +226,7 @@ def test_kvpp_with_layer_buffers_and_a_store_is_exact(
 @pytest.mark.features("prefill", "kvpp", "tp", "layerwise", "chunked")
 @pytest.mark.features("prefill", "kvpp", "tp", "chunked")
 @pytest.mark.features("decode", "sparse")
+@pytest.mark.features("decode")
 def test_decode_reads_each_layer_out_of_its_owners_memory(
     tmp_path: Path, model_of: ModelOf, transformers_tokens: TransformersTokens
 ) -> None:
@@ -233,20 +234,23 @@ def test_decode_reads_each_layer_out_of_its_owners_memory(
     model, expected = model_of("glm"), transformers_tokens("glm")
     block_bytes = sum(bundle_bytes(model, layer) for layer in range(model.cache.layers))
     buffers = {"use_layerwise": True, "layerwise_num_shared_buffers": 2}
-    decode = {**remote("consumer", free_port()), **sparse(buffer=32)}
     with Fleet(model, tmp_path) as fleet:
-        (receiver,) = fleet.start(("decode", decode, "1"))
-        pulled_bytes = 0
+        receivers = fleet.start(
+            ("sparse", {**remote("consumer", free_port()), **sparse(buffer=32)}, "0"),
+            ("plain", remote("consumer", free_port()), "1"),
+        )
+        pulled_bytes = dict.fromkeys(receivers, 0)
         for name, more in (("on-device", {}), ("in-host-pool", buffers)):
             prefill = {**remote("producer", **more), **kvpp(), **CHUNKED}
             (sender,) = fleet.start((name, prefill, "0|1"))
-            pair = fleet.pair(sender, receiver)
-            assert pair.ask(model.prompts, NEW_TOKENS) == expected
-            assert_at_rest(sender, receiver)
-            assert sender.statistics()["sends_done"] == 2 * PULLED
-            statistics = receiver.statistics()
-            pulled_bytes += advertised_blocks(pair.adverts) * block_bytes
-            assert statistics["pulled_bytes"] == pulled_bytes
-            assert statistics["bad_messages"] == 0
-            pair.forget_prefixes()
+            for asked, receiver in enumerate(receivers, 1):
+                pair = fleet.pair(sender, receiver)
+                assert pair.ask(model.prompts, NEW_TOKENS) == expected
+                assert_at_rest(sender, receiver)
+                assert sender.statistics()["sends_done"] == asked * 2 * PULLED
+                statistics = receiver.statistics()
+                pulled_bytes[receiver] += advertised_blocks(pair.adverts) * block_bytes
+                assert statistics["pulled_bytes"] == pulled_bytes[receiver]
+                assert statistics["bad_messages"] == 0
+                pair.forget_prefixes()
             sender.close()

@@ -41,7 +41,7 @@ def own_names(engine: ReplicatedEngine) -> list[str]:
     return [replica.statistics()["rank"].rpartition(".")[2] for replica in engine.replicas]
 
 
-@pytest.mark.features("layerwise", "store", "dp", "chunked")
+@pytest.mark.features("layerwise", "store", "dp", "ep", "chunked")
 def test_replicas_of_a_model_with_experts_keep_to_their_own_keys(
     tmp_path: Path, model_of: ModelOf, transformers_tokens: TransformersTokens
 ) -> None:
@@ -104,7 +104,7 @@ def test_replicas_with_hot_rows_are_exact(
             replica.check_at_rest()
 
 
-@pytest.mark.features("layerwise", "dp", "mtp", "async", "chunked", "prefix")
+@pytest.mark.features("layerwise", "dp", "ep", "mtp", "async", "chunked", "prefix")
 def test_replicas_draft_together_and_are_exact(tmp_path: Path, model_of: ModelOf) -> None:
     """The draft layer has experts too: a replica that idles takes part in the other's drafts."""
     model = model_of("tiny-dsv32-mtp")
@@ -181,7 +181,7 @@ def test_each_decode_replica_reads_from_prefill_at_a_port_of_its_own(
         assert sender.statistics()["sends_done"] == COUNT * PULLED
 
 
-@pytest.mark.features("prefill", "layerwise", "dp", "chunked")
+@pytest.mark.features("prefill", "layerwise", "dp", "ep", "chunked")
 @pytest.mark.features("decode", "sparse")
 def test_decode_reads_from_each_prefill_replica(
     tmp_path: Path, model_of: ModelOf, transformers_tokens: TransformersTokens

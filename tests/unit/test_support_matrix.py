@@ -43,7 +43,7 @@ def test_marks_name_features_with_at_least_one_of_kvstratas(matrix: Matrix):
             assert engine <= set(NAMES), f"{run.test}: unknown {sorted(engine - set(NAMES))}"
             assert engine & set(OURS), f"{run.test} names vLLM's features only: {sorted(engine)}"
             for feature, needed in NEEDS.items():
-                assert feature not in engine or needed in engine, f"{run.test}: {feature} needs {needed}"
+                assert feature not in engine or engine & set(needed), f"{run.test}: {feature} needs {needed}"
 
 
 @pytest.mark.slow
@@ -61,6 +61,11 @@ def test_every_pair_is_tested_or_ruled_out_or_listed_as_not_tested(matrix: Matri
     assert missing == [], "neither tested nor ruled out: test them, or list them in tests/support_gaps.py"
     done = sorted("+".join(pair) for pair in set(LISTED) - untested)
     assert done == [], "tested or ruled out by now: remove them from tests/support_gaps.py"
+
+
+@pytest.mark.slow
+def test_every_triple_is_tested_or_ruled_out(matrix: Matrix):
+    assert ["+".join(triple) for triple in matrix.untested_triples()] == []
 
 
 def test_a_pair_is_listed_as_not_tested_once():
@@ -144,8 +149,22 @@ def test_a_cell_prefers_a_test_of_ci_and_a_pair_without_one_counts_as_not_tested
     later, large = run("later", "store+tp", is_in_ci=False), run("large", "layerwise+store+tp")
     assert Matrix((later, large)).run(("tp", "store")) is large
     assert Matrix((later,)).run(("tp", "store")) is later
+    assert Matrix((later,)).verdict(("tp", "store")) == "tested beyond CI"
     assert ("store", "tp") in Matrix((later,)).untested_pairs()
     assert ("store", "tp") not in Matrix((later, large)).untested_pairs()
+
+
+def test_what_a_feature_cannot_do_without_is_ruled_out_with_it():
+    matrix = Matrix(())
+    assert matrix.rule(("kvpp", "ep")) is None
+    assert matrix.rule(("ep", "dp")) is None, "it needs one of two, and has one"
+    assert matrix.verdict(("kvpp", "dp", "ep")) == "ruled out", "kvpp needs tp"
+
+
+def test_a_triple_may_be_left_to_tests_beyond_ci():
+    later = Matrix((run("later", "layerwise+store+tp", is_in_ci=False),))
+    assert ("layerwise", "store", "tp") not in later.untested_triples()
+    assert ("layerwise", "store", "pp") in later.untested_triples()
 
 
 @pytest.mark.slow
@@ -163,6 +182,7 @@ def test_a_transfer_is_told_by_how_each_end_keeps_its_kv():
 
 def test_without_tests_nothing_is_said_to_work():
     empty = Matrix(())
-    assert empty.counts(2)["tested"] == empty.counts(3)["tested"] == 0
+    for counts in (empty.counts(2), empty.counts(3)):
+        assert counts["tested"] == counts["tested beyond CI"] == 0
     assert len(empty.untested_pairs()) == empty.counts(2)["not tested"]
     assert "[t1]" not in render(empty)
