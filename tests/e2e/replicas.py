@@ -67,12 +67,14 @@ class ReplicatedEngine(PdEngine):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, serve=_serve, **named)
+        self._ranks = len(named["cpus"].split("|"))
         self.replicas = [Replica(self, index) for index in range(COUNT)]
         self._asked = 0
 
     def wait_until_ready(self) -> None:
+        deadline_s = START_DEADLINE_S * max(1, self._ranks / 4)  # each rank imports vLLM
         for index in range(COUNT):
-            self.call("ready", index, deadline_s=START_DEADLINE_S)
+            self.call("ready", index, deadline_s=deadline_s)
 
     def add_to(
         self,

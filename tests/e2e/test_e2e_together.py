@@ -107,12 +107,11 @@ def assert_at_work(features: Sequence[str], *engines: PdEngine | Replica) -> Non
 def replicated(
     features: Sequence[str], arguments: dict[str, Any], directory: Path
 ) -> Iterator[ReplicatedEngine]:
-    """Run the block with an engine of replicas."""
+    """Run the block with an engine of replicas, which may not be ready yet."""
     engine = ReplicatedEngine(
         "replicated", arguments, cpus=cores_of(features), log=directory / "replicated.log"
     )
     try:
-        engine.wait_until_ready()
         yield engine
     finally:
         engine.close()
@@ -181,6 +180,7 @@ def test_stages_of_ranks_are_exact(
     assert misplaced_experts(features, got.said[HELD_EXPERTS]) == []
 
 
+@pytest.mark.timeout(1200)  # eight ranks take their time to start
 @pytest.mark.parametrize("features", lone(REPLICAS) + lone(REPLICAS_IN_STAGES, DTYPES[:1]))
 def test_replicas_are_exact(
     features: tuple[str, ...], tmp_path: Path, model_of: ModelOf, book: Ledger
@@ -190,6 +190,7 @@ def test_replicas_are_exact(
     prompts, answers = book.prompts[:ASKED], [list(answer) for answer in book.answers[:ASKED]]
     arguments = arguments_with(features, model, store=tmp_path / "store")
     with replicated(features, arguments, tmp_path) as engine:
+        engine.wait_until_ready()
         for first, second in (
             (slice(0, 3), slice(3, 6)),
             (slice(0, 6), slice(0, 6)),
@@ -280,6 +281,7 @@ def test_replicas_feed_each_other_and_are_exact(
         in_halves={"tp", "store"} <= set(features),
     )
     with replicated(features, arguments, tmp_path) as engine, Fleet(model, tmp_path) as fleet:
+        engine.wait_until_ready()
         assert_exact(book, [fleet.pair(*pair) for pair in itertools.permutations(engine.replicas)])
         assert_at_work(features, *engine.replicas)
         for replica in engine.replicas:
@@ -296,6 +298,7 @@ def test_replicas_of_owners_feed_one_decode_engine(tmp_path: Path, model_of: Mod
     decode = arguments_with(OF_REPLICAS_TO, model, port=free_port())
     with replicated(OF_REPLICAS, prefill, tmp_path) as engine, Fleet(model, tmp_path) as fleet:
         (receiver,) = fleet.start_given(("decode", decode, "1"))
+        engine.wait_until_ready()
         assert_exact(book, [fleet.pair(replica, receiver) for replica in engine.replicas])
         assert_at_work(OF_REPLICAS, *engine.replicas)
         assert_at_work(OF_REPLICAS_TO, receiver)
