@@ -95,7 +95,9 @@ class ReplicatedEngine(PdEngine):
                 self._asked += 1
                 names[-1].append(f"asked-{self._asked}")
                 replica.add(names[-1][-1], prompt, new_tokens, None)
-        answers = [[self.answer(name) for name in own] for own in names]
+        answers = [
+            [replica.answer(name) for name in own] for replica, own in zip(self.replicas, names, strict=True)
+        ]
         return [
             Outcome(
                 tokens=[answer["tokens"] for answer in own],
