@@ -37,11 +37,10 @@ STAGES = {
 }
 REPLICAS = {
     "rows": ("dp", "ep", "sparse", *IN_STAGES, "mtp", "async"),
-    "layers": ("dp", "pp", "layerwise", "store", *IN_STAGES),
+    "layers": ("dp", "pp", "ep", "layerwise", "store", *IN_STAGES),
     "owners": ("dp", "tp", "kvpp", "layerwise", "store", *IN_STAGES, "mtp"),
 }
-REPLICAS_IN_STAGES = {  # of many ranks: in one dtype only
-    "layers-experts": ("dp", "pp", "ep", "layerwise", "store", *IN_STAGES),
+REPLICAS_IN_STAGES = {  # of eight ranks: in one dtype only
     "owner-stages": ("dp", "tp", "pp", "kvpp", "layerwise", "store", *IN_STAGES),
     "row-stages": ("dp", "tp", "pp", "sparse", "store", *IN_STAGES),
 }
