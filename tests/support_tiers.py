@@ -107,7 +107,16 @@ together.py::test_replicas_are_exact[owner-stages-float32]
 together.py::test_replicas_are_exact[row-stages-float32]
 together.py::test_replicas_feed_each_other_and_are_exact[rows-bf16]
 together.py::test_replicas_feed_each_other_and_are_exact[layers-float32]
-together.py::test_transfers_are_exact[owners-store-bf16]
+together.py::test_transfers_are_exact[owners-store-float32]
+together.py::test_transfers_are_exact[owners-async-bf16]
+together.py::test_transfers_are_exact[rows-async-float32]
+together.py::test_transfers_are_exact[both-store-float32]
+together.py::test_replicas_feed_each_other_and_are_exact[rows-float32]
+together.py::test_replicas_feed_each_other_and_are_exact[layers-bf16]
+together.py::test_replicas_of_owners_feed_one_decode_engine
+replicas.py::test_replicas_draft_together_and_are_exact
+replicas.py::test_replicas_with_hot_rows_are_exact
+pd_hosts.py::test_a_link_that_is_away_for_longer_is_not_waited_for_and_is_used_again[nixl]
 together.py::test_transfers_are_exact[owners-async-float32]
 together.py::test_transfers_are_exact[rows-store-float32]
 together.py::test_transfers_are_exact[rows-async-bf16]
