@@ -124,6 +124,19 @@ def test_a_process_that_reads_nothing_is_given_up_however_much_it_is_told(
     assert not psutil.pid_exists(made._process.pid)
 
 
+def test_what_comes_in_one_piece_with_the_first_line_is_counted_too(
+    play: Callable[[str], None], regions: list[HostRegion]
+) -> None:
+    play(READ + SERVE.replace("print(", "sys.stdout.write(").replace("}), flush=True)", "}) + '\\n3\\n4\\n')")
+         + "sys.stdout.flush()\n" + UNTIL_TOLD)  # fmt: skip
+    made = exporter(regions)
+    try:
+        poll(lambda: made.statistics().reads == 4)
+        assert made.statistics().owner_ends == 0
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize(
     ("ending", "how"),
     [("os._exit(7)\n", "code 7"), ("print('12 reads', flush=True)\n" + UNTIL_TOLD, "after it had said b'12")],

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from io import BufferedReader
 from typing import IO
 
 import msgspec
@@ -112,7 +113,7 @@ class OwnerProcess:
 
     def _ask(self) -> _Answer:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert isinstance(self._process.stdout, BufferedReader)
         question = {
             "library": self._library.name,
             "options": dict(self._library.options),
@@ -167,17 +168,18 @@ def _write(pipe: IO[bytes], data: bytes, give_up_s: float, wait: str) -> None:
                 rest = rest[os.write(pipe.fileno(), rest) :]
 
 
-def _read_line(pipe: IO[bytes], give_up_s: float, wait: str) -> bytes:
+def _read_line(pipe: BufferedReader, give_up_s: float, wait: str) -> bytes:
+    """Read one line; what the process says after it stays for `OwnerProcess.watch`."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     line = b""
     while not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
         left_s = _left_s(give_up_s, wait)
         if poll.poll(left_s * 1000):
-            piece = os.read(pipe.fileno(), 1 << 16)
-            if not piece:
+            there = pipe.peek()
+            if not there:
                 return line
-            line += piece
+            line += pipe.read(there.find(b"\n") + 1 or len(there))
     return line
 
 
