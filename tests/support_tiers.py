@@ -107,6 +107,13 @@ together.py::test_replicas_are_exact[owner-stages-float32]
 together.py::test_replicas_are_exact[row-stages-float32]
 together.py::test_replicas_feed_each_other_and_are_exact[rows-bf16]
 together.py::test_replicas_feed_each_other_and_are_exact[layers-float32]
+kvpp.py::test_kvpp_with_layer_buffers_and_a_store_is_exact
+replicas.py::test_replicas_of_a_model_with_experts_keep_to_their_own_keys
+pd_hosts.py::test_three_hosts_answer_as_one_engine_and_every_byte_crosses_the_link[nixl]
+pd_hosts.py::test_nobody_listens_but_on_the_addresses_that_the_commands_name[nixl]
+sparse_parallel.py::test_negative_control_two_ranks_with_stale_rows_are_wrong
+parallel.py::test_two_ranks_without_loads_are_wrong
+parallel.py::test_two_ranks_with_store_are_exact[pp2-glm]
 together.py::test_transfers_are_exact[owners-store-float32]
 together.py::test_transfers_are_exact[owners-async-bf16]
 together.py::test_transfers_are_exact[rows-async-float32]
