@@ -31,7 +31,7 @@ def gather_rows(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> N
     views must not share rows. Nobody else may write these rows meanwhile; any thread may call.
     """
     if _is_any(dst, dst_rows, src, src_rows):
-        _check(_gather_here(dst, dst_rows, src, src_rows), dst, dst_rows, src, src_rows)
+        _gather_here(dst, dst_rows, src, src_rows)
 
 
 def gather_rows_shared(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> None:
@@ -44,7 +44,7 @@ def gather_rows_shared(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Row
         arguments = _arguments(dst, dst_rows, src, src_rows)
         run_shares(gather_share, arguments, shares=len(dst_rows), multiply_adds=work)
     else:  # a decode step of a few requests: one call instead of three
-        _check(_gather_here(dst, dst_rows, src, src_rows), dst, dst_rows, src, src_rows)
+        _gather_here(dst, dst_rows, src, src_rows)
 
 
 def prepare() -> None:
@@ -77,9 +77,9 @@ def _check(wrong: int, dst: RowView, dst_rows: Rows, src: RowView, src_rows: Row
         raise IndexError(f"destination row {dst_rows[wrong]} is outside 0..{dst.num_rows - 1}")
 
 
-def _gather_here(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> int:
+def _gather_here(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> None:
     arguments = _arguments(dst, dst_rows, src, src_rows)
-    return int(gather_checked(dst.num_rows, src.num_rows, *arguments))
+    _check(gather_checked(dst.num_rows, src.num_rows, *arguments), dst, dst_rows, src, src_rows)
 
 
 def _arguments(dst: RowView, dst_rows: Rows, src: RowView, src_rows: Rows) -> tuple[Any, ...]:

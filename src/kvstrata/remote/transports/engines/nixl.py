@@ -156,9 +156,7 @@ def _bindings() -> Any:
         except Exception as error:  # a wheel that is half there raises whatever it likes
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == wheel
             if problem is None or not is_missing:
-                problem = cannot_load(
-                    error, library="NIXL", package=wheel, fix="pip install 'kvstrata[nixl]'"
-                )
+                problem = cannot_load(error, library="NIXL", package=wheel, fix=_INSTALL)
     assert problem is not None
     raise problem
 
