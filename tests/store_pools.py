@@ -18,6 +18,7 @@ from kvstrata.errors import StoreUnavailable
 from kvstrata.serve_pd.machine import free_port
 from kvstrata.serve_store.plan import StorePlan
 from kvstrata.serve_store.processes import StoreProcesses
+from kvstrata.store.base import Status
 from kvstrata.store.pool.libraries import library
 from kvstrata.store.pool.opening import open_memcache, open_mooncake
 from kvstrata.store.pool.options import PoolOptions
@@ -28,6 +29,16 @@ MIB = 1 << 20
 POOL_BYTES = 16 * MIB
 LIMITS = PoolLimits(deadline_s=15.0, rest_s=0.3, full_wait_s=0.3, keep_every_s=0.1)
 """The servers lease for a second and forget a silent owner after three."""
+
+KINDS: dict[str, tuple[str, str | None]] = {
+    "mooncake-tcp": ("mooncake", "tcp"),
+    "mooncake-shm": ("mooncake", "shm"),
+    "memcache": ("memcache", None),
+}
+"""Name -> backend, and the protocol that a store of it speaks where there is a choice."""
+
+LOST = (Status.MISSING, Status.PEER_LOST, Status.BACKEND_DOWN)
+"""What a reader may be told when a pool has trouble, instead of bytes."""
 
 START_DEADLINE_S = 60.0
 WAIT_DEADLINE_S = 30.0

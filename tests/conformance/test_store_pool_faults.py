@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from store_pools import MIB, START_DEADLINE_S, Pool, Where, eventually, running
+from store_pools import KINDS, LOST, MIB, START_DEADLINE_S, Pool, Where, eventually, running
 
 from kvstrata.store.base import ReadLease, Status
 from kvstrata.store.pool.envelope import pool_key
@@ -29,15 +29,9 @@ LIMITS = PoolLimits(deadline_s=1.5, rest_s=0.2, full_wait_s=0.2)
 # A call meets the deadline at most twice, before and after it found the pool silent; the rest is slack.
 BOUND_S = 20.0
 ANSWER_S = 120.0
-LOST = (Status.MISSING, Status.PEER_LOST, Status.BACKEND_DOWN)
 # Over shared memory a client of Mooncake that was killed under calls may never be found again: no wrong byte,
 # no crash, but misses until the engine is started again. See docs/data_plane.md.
 NOT_FOUND_AGAIN = {("shm", "owner")}
-KINDS: dict[str, tuple[str, str | None]] = {
-    "mooncake-tcp": ("mooncake", "tcp"),
-    "mooncake-shm": ("mooncake", "shm"),
-    "memcache": ("memcache", None),
-}
 DIRECTORIES = {"mooncake": "master", "memcache": "meta"}
 
 

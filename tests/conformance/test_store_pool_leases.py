@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from store_pools import MIB, POOL_BYTES, Pool, Where, eventually, running
+from store_pools import KINDS, LOST, MIB, POOL_BYTES, Pool, Where, eventually, running
 
 from kvstrata.store.base import ByteRange, ReadLease, Status
 from kvstrata.store.pool.envelope import pool_key
@@ -29,16 +29,10 @@ from kvstrata.store.testing import key, pattern, put_bytes, read_bytes
 LEASE_S = 1.0  # of the servers (`store_pools`)
 # Nobody keeps a lease alive.
 LIMITS = PoolLimits(deadline_s=20.0, rest_s=0.1, full_wait_s=0.3, keep_every_s=1000.0)
-LOST = (Status.MISSING, Status.PEER_LOST, Status.BACKEND_DOWN)
 OBJECTS = 3
 VERSIONS = 50
 ROUNDS = 8
 ANSWER_S = 120.0
-KINDS: dict[str, tuple[str, str | None]] = {
-    "mooncake-tcp": ("mooncake", "tcp"),
-    "mooncake-shm": ("mooncake", "shm"),
-    "memcache": ("memcache", None),
-}
 
 
 @pytest.fixture(params=KINDS)
