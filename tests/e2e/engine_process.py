@@ -1,6 +1,7 @@
 """Run an engine in a process of its own: a parallel one, a second one on a store, one without plugins.
 
-`ask_in_new_process` starts `python engine_process.py JOB ANSWER`; both files are JSON.
+`ask_in_new_process` hands it a job and takes its answer, both in JSON files. Where imports read what a test
+changes in the environment, the process is `python engine_process.py JOB ANSWER`, which imports anew.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import warm_process
+
 DEADLINE_S = 240
+_OVERRUN = f"no end after {DEADLINE_S} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,14 @@ def ask_in_new_process(
     lose: Mapping[int, str] | None = None,
     environment: Mapping[str, str] | None = None,
     calls: Sequence[str] = (),
+    imports_anew: bool = False,
 ) -> ProcessAnswer:
     """Ask batches of prompts, one after the other, of an engine with these `vllm.LLM` arguments.
 
     `lose` maps a batch to a rank, such as "tp1of2": what that rank is about to fetch from the store during
     that batch is removed after the lookup, in spite of its leases.
     `calls` names methods of the workers, which are called before the first batch.
+    `imports_anew`: `environment` changes what imports read, such as VLLM_PLUGINS or LD_PRELOAD.
     Raises AssertionError with the end of the process's output when it fails or overruns its deadline.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,20 +70,36 @@ def ask_in_new_process(
         )
     )
     answer.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    run = _run_anew if imports_anew else _run_warm
+    status = run(str(job), str(answer), environment or {}, log)
+    assert status == 0, f"engine process: status {status}\n{log.read_text()[-6000:]}"
+    return ProcessAnswer(**json.loads(answer.read_text()))
+
+
+def _run_warm(job: str, answer: str, environment: Mapping[str, str], log: Path) -> int | str:
+    process = warm_process.start(main, job, answer, changes=environment, log=log)
+    process.join(DEADLINE_S)
+    status = process.exitcode
+    if status is None:
+        process.kill_family()
+        return _OVERRUN
+    return status
+
+
+def _run_anew(job: str, answer: str, environment: Mapping[str, str], log: Path) -> int | str:
     with log.open("w") as output:
         try:
-            status: int | str = subprocess.run(
-                [sys.executable, __file__, str(job), str(answer)],
-                env={**os.environ, **(environment or {})},
+            return subprocess.run(
+                [sys.executable, __file__, job, answer],
+                env={**os.environ, **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=DEADLINE_S,
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            status = f"no end after {DEADLINE_S} s"
-    assert status == 0, f"engine process: status {status}\n{log.read_text()[-6000:]}"
-    return ProcessAnswer(**json.loads(answer.read_text()))
+            return _OVERRUN
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ sockets and shared memory are the real ones.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
+import warm_process
 from engine_process import losing_objects_of
 from engines import STATISTICS
 
@@ -31,7 +30,7 @@ CALL_DEADLINE_S = 180.0
 END_DEADLINE_S = 60.0
 _SHOWN_LOG = 4000
 
-Serve = Callable[[Connection, dict[str, Any], str, str], None]
+Serve = Callable[[Connection, dict[str, Any]], None]
 
 
 def summed(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -50,16 +49,19 @@ class PdEngine:
     ) -> None:
         """Start the process; `cpus` is what vLLM binds its ranks to, `log` takes what it prints.
 
-        `serve` is what the process runs.
+        `serve` is what the process runs, if not one engine without processes of its own.
         """
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = warm_process.CONTEXT.Pipe()
         self.name = name
         self.free_at_start = -1
         self._log = log
-        given = (theirs, arguments, cpus, str(log))
-        self._process = context.Process(target=serve or _serve, args=given, daemon=False)
-        self._process.start()
+        changes = {
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_CPU_OMP_THREADS_BIND": cpus,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if serve is None else "1",
+        }
+        self._process = warm_process.start(serve or _serve, theirs, arguments, changes=changes, log=log)
         theirs.close()
         self._lock = threading.Lock()
         self._news = threading.Condition()
@@ -137,12 +139,7 @@ class PdEngine:
         self.begin_end()
         self._process.join(END_DEADLINE_S)
         if self._process.is_alive():
-            family = psutil.Process(self.pid).children(recursive=True)
-            self._process.kill()
-            self._process.join(30)
-            for process in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            self._process.kill_family()
             raise AssertionError(f"the {self.name} engine did not end\n{self.log()[-_SHOWN_LOG:]}")
 
     def _send(self, message: Any) -> None:
@@ -181,14 +178,7 @@ class PdEngine:
         return value
 
 
-def _serve(connection: Connection, arguments: dict[str, Any], cpus: str, log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpus
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
     try:
         import pd_losses
         import pd_reads

@@ -6,7 +6,6 @@ vLLM starts an engine process for each replica. A request goes to the replica th
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -108,14 +107,7 @@ class ReplicatedEngine(PdEngine):
         ]
 
 
-def _serve(connection: Connection, arguments: dict[str, Any], cpus: str, log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpus
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
     try:
         asyncio.run(_Server(connection).run(arguments))
     except BaseException as error:
