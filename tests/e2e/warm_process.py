@@ -23,25 +23,28 @@ from typing import Any
 IMPORTED = ["vllm", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker", "kvstrata.vllm.worker"]
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 _family = 0  # process group that this process and those it starts are in; 0: none of ours
+_log: Path | None = None  # takes what they print
 
 
 class WarmProcess(ForkServerProcess):
     """As `multiprocessing.Process`; the processes that it starts are its family."""
 
     changes: Mapping[str, str] = {}  # to the starter's environment
-    log: Path | None = None  # takes what the family prints
+    log: Path | None = None  # takes what the family prints; None: where the starter's goes
 
     def start(self) -> None:
         self._environment = {**os.environ, **self.changes}
         self._of_family = _family
+        self.log = self.log or _log
         super().start()
 
     def run(self) -> None:
-        global _family
+        global _family, _log
         os.environ.clear()
         os.environ.update(self._environment)
-        if self.log is not None:
-            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        _log = self.log
+        if _log is not None:
+            output = os.open(_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
         with contextlib.suppress(PermissionError, ProcessLookupError):  # the others have ended
