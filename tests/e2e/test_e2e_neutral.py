@@ -25,7 +25,7 @@ def test_another_model_is_served_by_vllm_alone(
             NEW_TOKENS,
             directory=tmp_path / str(at),
             environment=environment,
-            imports_anew=True,
+            imports_anew="VLLM_PLUGINS" in environment,
         )
         for at, environment in enumerate(({}, {"VLLM_PLUGINS": "none-of-them"}))
     )
