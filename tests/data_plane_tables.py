@@ -10,6 +10,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 TRANSPORTS = RESULTS / "transport-2core-cpu.json"
 KINDS = ("put", "get")
+PROMPTS = ("saved", "found")
 STORES = RESULTS / "store-2core-cpu.json"
 
 
@@ -23,9 +24,8 @@ def transport_table(result: Mapping[str, Any]) -> str:
 
 def store_table(result: Mapping[str, Any]) -> str:
     """A row for each store and size; bytes/s over memcpy's."""
-    figures = result["figures"]
     rows = [
-        (f"`{name}`", size, *(f"{figures[f'store.{name}.{size}.{kind}']['of_memcpy']:.3f}" for kind in KINDS))
+        (f"`{name}`", size, *(f"{result[f'store.{name}.{size}.{kind}']:.3f}" for kind in KINDS))
         for name, sizes in result["runs"].items()
         for size in sizes
     ]
@@ -34,10 +34,9 @@ def store_table(result: Mapping[str, Any]) -> str:
 
 def prefill_table(result: Mapping[str, Any]) -> str:
     """A row for each store; the time of a prefill over plain vLLM's."""
-    figures = {name: result["figures"][f"layerwise.{name}"] for name in result["prefills"]}
     rows = [
-        (f"`{name}`", f"{ratios['saved_ratio']:.2f}", f"{ratios['found_ratio']:.2f}")
-        for name, ratios in figures.items()
+        (f"`{name}`", *(f"{result[f'prefill.{name}.{what}']:.2f}" for what in PROMPTS))
+        for name in result["prefills"]
     ]
     return _table(("store", "prompt computed and saved", "prompt found"), rows)
 

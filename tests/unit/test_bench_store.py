@@ -72,7 +72,7 @@ def test_every_prompt_is_computed_saved_and_found_and_the_first_one_is_a_warm_up
     assert runs == StorePrefillRuns(
         plain_s=(2.0, 4.0), saved_s=(3.0, 5.0), found_s=(1.0, 1.0), fetched_blocks=12
     )
-    assert runs.figures() == {"saved_ratio": pytest.approx(1.375), "found_ratio": pytest.approx(0.375)}
+    assert runs.ratios() == {"saved": pytest.approx(1.375), "found": pytest.approx(0.375)}
 
 
 def test_a_store_that_found_nothing_is_not_timed() -> None:
@@ -93,16 +93,24 @@ def test_no_two_prompts_begin_alike() -> None:
     assert len({prompt[:16] for prompt in prompts}) == 3
 
 
-def test_the_result_has_the_published_keys_and_the_tables_their_figures() -> None:
+def test_the_result_has_the_published_keys_and_the_tables_their_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = {"local": {"1MiB": StoreRuns(put_s=(0.2,), get_s=(0.1,), memcpy_s=(0.05,))}}
     prefills = {"local": StorePrefillRuns(plain_s=(2.0,), saved_s=(2.5,), found_s=(0.5,), fetched_blocks=1)}
     result = summarise(StoreBenchOptions(), runs, {"memcache": "no driver"}, prefills)
-    put, get = (result["figures"][f"store.local.1MiB.{kind}"] for kind in ("put", "get"))
-    assert (put["of_memcpy"], get["of_memcpy"]) == (pytest.approx(0.25), pytest.approx(0.5))
-    assert result["figures"]["layerwise.local"] == {"saved_ratio": 1.25, "found_ratio": 0.25}
-    assert result["left_out"] == {"memcache": "no driver"}
+    assert result["store.local.1MiB.put"] == pytest.approx(0.25)
+    assert result["store.local.1MiB.get"] == pytest.approx(0.5)
+    assert (result["prefill.local.saved"], result["prefill.local.found"]) == (1.25, 0.25)
+    assert result["skipped"] == {"memcache": "no driver"}
     assert result["prefills"]["local"]["saved_s"] == (2.5,)
-    *_, prefill_table = as_tables({**result, "runs": {}})
+    monkeypatch.setattr(bench, "SIZES", {"1MiB": (1 << 20, 32)})
+    speed_table, prefill_table = as_tables(result)
+    assert [list(column.cells) for column in speed_table.columns] == [
+        ["local"],
+        ["0.17 (25%)"],
+        ["0.34 (50%)"],
+    ]
     assert [list(column.cells) for column in prefill_table.columns] == [["local"], ["1.25"], ["0.25"]]
 
 
@@ -127,6 +135,6 @@ def test_the_local_store_is_measured_and_one_that_cannot_run_is_left_out(
     result = bench_store(options, json_file=file, log=tmp_path / "log")
     assert list(result["runs"]) == ["local"]
     assert len(result["runs"]["local"]["4KiB"]["put_s"]) == 2
-    assert result["left_out"] == {"mooncake": "mooncake is not installed"}
+    assert result["skipped"] == {"mooncake": "mooncake is not installed"}
     assert file.is_file()
     assert "left out: mooncake: mooncake is not installed" in capfd.readouterr().out

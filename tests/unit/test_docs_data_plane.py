@@ -39,13 +39,13 @@ def test_a_stores_figure_is_the_median_of_its_runs():
             for kind in tables.KINDS:
                 assert len(runs[f"{kind}_s"]) >= 5
                 ratio = median(runs["memcpy_s"]) / median(runs[f"{kind}_s"])
-                assert STORES["figures"][f"store.{name}.{size}.{kind}"]["of_memcpy"] == pytest.approx(ratio)
+                assert STORES[f"store.{name}.{size}.{kind}"] == pytest.approx(ratio)
 
 
 def test_a_prefills_figure_is_the_median_of_its_runs():
     assert STORES["prefills"].keys() == STORES["runs"].keys()
     for name, runs in STORES["prefills"].items():
-        for what in ("saved", "found"):
+        for what in tables.PROMPTS:
             ratios = [ours / plain for ours, plain in zip(runs[f"{what}_s"], runs["plain_s"], strict=True)]
             assert len(ratios) >= 5
-            assert STORES["figures"][f"layerwise.{name}"][f"{what}_ratio"] == pytest.approx(median(ratios))
+            assert STORES[f"prefill.{name}.{what}"] == pytest.approx(median(ratios))

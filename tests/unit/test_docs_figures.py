@@ -25,6 +25,7 @@ SPARSE_ROWS = {
     "decode time per token, batch 4": DECODE["tpot_ratio.4"],
     "decode time per token, batch 8": DECODE["tpot_ratio.8"],
     "tokens/s where plain vLLM must queue": DECODE["throughput_ratio_constrained"],
+    "the same, plain vLLM with memory for all requests": DECODE["throughput_ceiling_constrained"],
     "row gather on misses, bytes/s": RESIDENCY["gather_over_memcpy"],
     "row gather on misses, bytes/s of it": RESIDENCY["gather_over_index_select"],
 }

@@ -78,19 +78,19 @@ def bench_store(options: StoreBenchOptions, *, json_file: Path | None, log: Path
         if name not in STORES:
             raise ConfigurationError(f"--store {name!r} is unknown; use one of: {', '.join(STORES)}")
     runs: dict[str, dict[str, StoreRuns]] = {}
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     with engine_noise_to(log) as terminal:
         for name in options.stores:
             try:
                 with terminal.console.status(name), _opened(name) as store:
                     runs[name] = {size: _measure(store, size, options.repeats) for size in SIZES}
             except (KVStrataError, OSError) as error:
-                left_out[name] = str(error)
+                skipped[name] = str(error)
         prefills = {} if options.prefill is None else _measure_prefills(options.prefill, runs, terminal)
-        result = summarise(options, runs, left_out, prefills)
+        result = summarise(options, runs, skipped, prefills)
         for table in as_tables(result):
             terminal.console.print(table)
-        for name, why in left_out.items():
+        for name, why in skipped.items():
             terminal.console.print(f"left out: {name}: {why}", highlight=False, markup=False)
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,28 +102,24 @@ def bench_store(options: StoreBenchOptions, *, json_file: Path | None, log: Path
 def summarise(
     options: StoreBenchOptions,
     runs: dict[str, dict[str, StoreRuns]],
-    left_out: dict[str, str],
+    skipped: dict[str, str],
     prefills: dict[str, StorePrefillRuns],
 ) -> dict[str, Any]:
-    """The result file. Keys `store.<name>.<size>.put|get` hold GB/s and the ratio to memcpy, by medians.
+    """The result file. Keys `store.<name>.<size>.put|get` hold bytes a second over memcpy's, by medians.
 
-    Keys `layerwise.<name>` hold the time of a prefill over plain vLLM's, saved to and found in the store.
+    Keys `prefill.<name>.saved|found` hold the time of a prefill over plain vLLM's: of a prompt that is
+    computed and saved to the store, and of one that is found there.
     """
-    figures: dict[str, dict[str, float]] = {
-        f"layerwise.{name}": measured.figures() for name, measured in prefills.items()
+    ratios = {
+        f"store.{name}.{size}.{kind}": median(measured.memcpy_s) / median(seconds)
+        for name, sizes in runs.items()
+        for size, measured in sizes.items()
+        for kind, seconds in (("put", measured.put_s), ("get", measured.get_s))
     }
-    for name, sizes in runs.items():
-        for size, measured in sizes.items():
-            object_bytes, count = SIZES[size]
-            memcpy_s = median(measured.memcpy_s)
-            for kind, seconds in (("put", measured.put_s), ("get", measured.get_s)):
-                taken_s = median(seconds)
-                figures[f"store.{name}.{size}.{kind}"] = {
-                    "GB_per_s": object_bytes * count / taken_s / 1e9,
-                    "of_memcpy": memcpy_s / taken_s,
-                }
+    for name, prefill in prefills.items():
+        ratios |= {f"prefill.{name}.{what}": ratio for what, ratio in prefill.ratios().items()}
     return {
-        "benchmark": "store",
+        "kvstrata_bench_store": 1,
         "options": asdict(options),
         "machine": describe_machine(),
         "libraries": {
@@ -131,8 +127,8 @@ def summarise(
             for name in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "memcache_hybrid")
             if (version := package_version(name)) is not None
         },
-        "figures": figures,
-        "left_out": left_out,
+        **ratios,
+        "skipped": skipped,
         "runs": {name: {size: asdict(one) for size, one in sizes.items()} for name, sizes in runs.items()},
         "prefills": {name: measured.as_json() for name, measured in prefills.items()},
     }
@@ -144,8 +140,7 @@ def as_tables(result: dict[str, Any]) -> tuple[Table, ...]:
     for column in ("store", "prompt saved", "prompt found"):
         prefills.add_column(column)
     for name in result["prefills"]:
-        figures = result["figures"][f"layerwise.{name}"]
-        prefills.add_row(name, f"{figures['saved_ratio']:.2f}", f"{figures['found_ratio']:.2f}")
+        prefills.add_row(name, *(f"{result[f'prefill.{name}.{what}']:.2f}" for what in ("saved", "found")))
     return (_speeds(result), prefills) if result["prefills"] else (_speeds(result),)
 
 
@@ -155,10 +150,13 @@ def _speeds(result: dict[str, Any]) -> Table:
     for size, (_, count) in SIZES.items():
         table.add_column(f"{size} x{count} put", justify="right")
         table.add_column("get", justify="right")
-    figures = result["figures"]
-    for name in result["runs"]:
-        cells = [figures[f"store.{name}.{size}.{kind}"] for size in SIZES for kind in ("put", "get")]
-        table.add_row(name, *(f"{cell['GB_per_s']:.2f} ({cell['of_memcpy']:.0%})" for cell in cells))
+    for name, sizes in result["runs"].items():
+        cells = []
+        for size, (object_bytes, count) in SIZES.items():
+            for kind in ("put", "get"):
+                gb_per_s = object_bytes * count / median(sizes[size][f"{kind}_s"]) / 1e9
+                cells.append(f"{gb_per_s:.2f} ({result[f'store.{name}.{size}.{kind}']:.0%})")
+        table.add_row(name, *cells)
     return table
 
 

@@ -46,11 +46,11 @@ class StorePrefillRuns:
     found_s: tuple[float, ...]  # the same prompt again
     fetched_blocks: int  # out of the store, over all turns
 
-    def figures(self) -> dict[str, float]:
+    def ratios(self) -> dict[str, float]:
         """Medians of the times of a turn over plain vLLM's in the same turn."""
         return {
-            "saved_ratio": median(a / b for a, b in zip(self.saved_s, self.plain_s, strict=True)),
-            "found_ratio": median(a / b for a, b in zip(self.found_s, self.plain_s, strict=True)),
+            "saved": median(a / b for a, b in zip(self.saved_s, self.plain_s, strict=True)),
+            "found": median(a / b for a, b in zip(self.found_s, self.plain_s, strict=True)),
         }
 
     def as_json(self) -> dict[str, Any]:
