@@ -79,12 +79,12 @@ def ask_in_new_process(
 
 def _run_warm(job: str, answer: str, environment: Mapping[str, str], log: Path) -> int | str:
     process = warm_process.start(main, job, answer, changes=environment, log=log)
-    process.join(DEADLINE_S)
-    status = process.exitcode
-    if status is None:
-        process.kill_family()
-        return _OVERRUN
-    return status
+    try:
+        process.join(DEADLINE_S)
+        return _OVERRUN if process.exitcode is None else process.exitcode
+    finally:
+        if process.is_alive():
+            process.kill_family()
 
 
 def _run_anew(job: str, answer: str, environment: Mapping[str, str], log: Path) -> int | str:

@@ -49,7 +49,7 @@ class PdEngine:
     ) -> None:
         """Start the process; `cpus` is what vLLM binds its ranks to, `log` takes what it prints.
 
-        `serve` is what the process runs, if not one engine without processes of its own.
+        `serve` is what the process runs.
         """
         self._connection, theirs = warm_process.CONTEXT.Pipe()
         self.name = name
@@ -59,7 +59,6 @@ class PdEngine:
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_CPU_OMP_THREADS_BIND": cpus,
             "OMP_NUM_THREADS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if serve is None else "1",
         }
         self._process = warm_process.start(serve or _serve, theirs, arguments, changes=changes, log=log)
         theirs.close()

@@ -6,6 +6,7 @@ vLLM starts an engine process for each replica. A request goes to the replica th
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -108,6 +109,7 @@ class ReplicatedEngine(PdEngine):
 
 
 def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     try:
         asyncio.run(_Server(connection).run(arguments))
     except BaseException as error:

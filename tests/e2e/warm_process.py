@@ -59,8 +59,9 @@ class WarmProcess(ForkServerProcess):
     def kill_family(self) -> None:
         """Kill this process and all that were started from it."""
         assert self.pid is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError):  # it has not come as far as to found the group
             os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
         self.join(30)
 
 
